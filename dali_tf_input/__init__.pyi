@@ -1,3 +1,5 @@
+from . import augment as augment
+from . import serving as serving
 from .backends.build import make_dataset as make_dataset
 from .errors import InputError as InputError
 from .index.build import build_index as build_index
@@ -8,17 +10,8 @@ from .records.labels import SegmentationMask as SegmentationMask
 from .records.labels import Stored as Stored
 from .records.labels import Values as Values
 from .records.records import Records as Records
-from .serving import export_saved_model as export_saved_model
-from .serving import iterate_batches as iterate_batches
-from .spec.augment import ColorJitter as ColorJitter
-from .spec.augment import GaussianBlur as GaussianBlur
-from .spec.augment import RandAugment as RandAugment
-from .spec.augment import RandomErasing as RandomErasing
-from .spec.augment import RandomGrayscale as RandomGrayscale
-from .spec.augment import Solarize as Solarize
-from .spec.augment import TrivialAugment as TrivialAugment
-from .spec.augment import VerticalMirror as VerticalMirror
 from .spec.crops import CenterCrop as CenterCrop
+from .spec.crops import CoverCrop as CoverCrop
 from .spec.crops import Letterbox as Letterbox
 from .spec.crops import NoCrop as NoCrop
 from .spec.crops import RandomCrop as RandomCrop

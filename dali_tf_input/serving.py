@@ -26,6 +26,14 @@ from dali_tf_input.storage.staging import Staging
 from dali_tf_input.training.models import check_inputs, check_pixels, names_of, saw_reduced_images
 from dali_tf_input.training.strategies import check_keras
 
+__all__ = [
+    "denormalize",
+    "export_saved_model",
+    "export_triton",
+    "iterate_batches",
+    "make_normalization",
+]
+
 _logger = logging.getLogger("dali_tf_input")
 _TRITON_TYPES = {"float32": "TYPE_FP32", "float16": "TYPE_FP16", "uint8": "TYPE_UINT8"}
 
@@ -42,7 +50,7 @@ def iterate_batches(
     """Yields preprocessed images in batches; skips those that cannot be decoded.
 
     Examples:
-      >>> for positions, images in iterate_batches(paths, Preprocess.for_evaluation(224)):
+      >>> for positions, images in serving.iterate_batches(paths, Preprocess.for_evaluation(224)):
       ...     scores = model.predict_on_batch(images)
 
     Args:
@@ -110,7 +118,7 @@ def export_saved_model(
     this program on classes with names, ``assets.extra/labels.txt`` has them.
 
     Examples:
-      >>> export_saved_model(model, Preprocess.for_evaluation(224), "served/1")
+      >>> serving.export_saved_model(model, Preprocess.for_evaluation(224), "served/1")
 
     Args:
       model: a model that takes a batch of `preprocess.image_shape`.
@@ -183,6 +191,10 @@ def export_triton(
 
     That is ``<folder>/config.pbtxt`` and ``<folder>/1/model.dali``.
 
+    Examples:
+      >>> preprocess = Preprocess.for_evaluation(224)
+      >>> serving.export_triton(preprocess, "model_repository/preprocess", device="cpu")
+
     Args:
       preprocess: see `iterate_batches`.
       folder: a new folder in Triton's model repository; its name is the model's.
@@ -244,6 +256,9 @@ def make_normalization(preprocess: Preprocess) -> keras.layers.Layer:
     Use it as the first layer of the model. Batches of uint8 then transfer a quarter of the bytes to
     the device.
 
+    Examples:
+      >>> layer = serving.make_normalization(Preprocess.for_training(224, dtype="uint8"))
+
     Raises:
       InputError: the layout is "CHW", and Keras is older than 3.14, which normalizes the last axis
         only.
@@ -264,6 +279,11 @@ def make_normalization(preprocess: Preprocess) -> keras.layers.Layer:
 @checked
 def denormalize(images: Any, preprocess: Preprocess) -> npt.NDArray[np.float32]:
     """Converts images from `make_dataset` back to the range 0..255, for display.
+
+    Examples:
+      >>> images, labels = train.batch_at(0)
+      >>> serving.denormalize(images, train.spec.preprocess).shape
+      (8, 224, 224, 3)
 
     Args:
       images: `preprocess.dtype` (n, *preprocess.image_shape), a tensor or an array.

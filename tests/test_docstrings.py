@@ -10,8 +10,9 @@ import pytest
 from conftest import jpeg, write_tfrecord
 
 import dali_tf_input as dti
+from support import site
 
-NAMES = sorted(dti.__all__)
+PUBLIC = site.list_public()
 
 
 @pytest.fixture(scope="module")
@@ -48,17 +49,17 @@ def names(name, folder, tmp_path, monkeypatch):
     made = {"model": make_model, "train": make_train}
     values = {key: make() for key, make in made.items() if re.search(rf"\b{key}\b[.,)]", source)}
     values["paths"] = [tmp_path / f"{number}.jpg" for number in range(3)]
-    return values | {public: getattr(dti, public) for public in NAMES}
+    return values | {public: getattr(dti, public) for public in dti.__all__}
 
 
 def find(name):
     """Returns the docstrings of a public name that hold examples."""
-    found = doctest.DocTestFinder().find(getattr(dti, name), name)
+    found = doctest.DocTestFinder().find(PUBLIC[name], name)
     return [example for example in found if example.examples]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted(PUBLIC))
 def test_its_examples_run(name, names):
     examples = find(name)
     assert examples, f"{name} shows no example"

@@ -18,6 +18,7 @@ LAYERS = [
     "storage",
     "records",
     "spec",
+    "augment",
     "pictures",
     "index",
     "backends",
@@ -116,7 +117,7 @@ for images, labels in train:
     pass
 for images, labels in dti.make_dataset(spec, batch_size=32, shard=dti.Shard(0, 2)):
     pass
-for positions, images in dti.iterate_batches(["a.jpg"], dti.Preprocess.for_evaluation(224)):
+for positions, images in dti.serving.iterate_batches(["a.jpg"], dti.Preprocess.for_evaluation(224)):
     first: int = positions[0]
 reveal_type(spec.preprocess.crop)
 reveal_type(train)

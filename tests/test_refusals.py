@@ -25,8 +25,8 @@ from conftest import at_night, jpeg, refused, write_indexed
 from models import make_model
 
 import dali_tf_input as dti
-from dali_tf_input import serving
 from dali_tf_input.errors import Within, WrongCallError
+from support import site
 
 ODD = [
     *(None, "", "x", "a\0b", "\ud800", "x" * 5000, b"x", "~nobody/x"),
@@ -98,16 +98,17 @@ def method(owner, name, **right):
 
 
 def list_batches(**how):
-    return [*dti.iterate_batches(**how)]
+    return [*dti.serving.iterate_batches(**how)]
 
 
-list_batches.__signature__ = inspect.signature(dti.iterate_batches)
-list_batches.__annotations__ = typing.get_type_hints(dti.iterate_batches, include_extras=True)
+list_batches.__signature__ = inspect.signature(dti.serving.iterate_batches)
+list_batches.__annotations__ = typing.get_type_hints(
+    dti.serving.iterate_batches, include_extras=True
+)
 WITHOUT_ARGUMENTS = (
     *(dti.ClassLabel, dti.Stored, dti.Checks, dti.TfDataOptions, dti.Preprocess, dti.Shard),
-    *(dti.RandAugment, dti.TrivialAugment, dti.ColorJitter, dti.RandomGrayscale, dti.NoCrop),
-    *(dti.GaussianBlur, dti.Solarize, dti.RandomErasing, dti.VerticalMirror, dti.RandomCrop),
-    *(dti.RandomResizedCrop, dti.Letterbox),
+    *(dti.NoCrop, dti.RandomCrop, dti.CoverCrop, dti.RandomResizedCrop, dti.Letterbox),
+    *(getattr(dti.augment, name) for name in dti.augment.__all__),
 )
 # Calls with arguments that are right, by their names; each is then called with another one.
 CALLS = {kind.__name__: plain(kind) for kind in WITHOUT_ARGUMENTS} | {
@@ -133,14 +134,14 @@ CALLS = {kind.__name__: plain(kind) for kind in WITHOUT_ARGUMENTS} | {
     "build_index": plain(dti.build_index, files="file"),
     "iterate_batches": plain(list_batches, images=[b"x"], preprocess="preprocess"),
     "export_saved_model": plain(
-        dti.export_saved_model, model="model", preprocess="preprocess", folder="saved"
+        dti.serving.export_saved_model, model="model", preprocess="preprocess", folder="saved"
     ),
     "export_triton": plain(
-        serving.export_triton, preprocess="preprocess", folder="triton", device="cpu"
+        dti.serving.export_triton, preprocess="preprocess", folder="triton", device="cpu"
     ),
-    "make_normalization": plain(serving.make_normalization, preprocess="preprocess"),
+    "make_normalization": plain(dti.serving.make_normalization, preprocess="preprocess"),
     "denormalize": plain(
-        serving.denormalize, images=np.zeros((1, 8, 8, 3)), preprocess="preprocess"
+        dti.serving.denormalize, images=np.zeros((1, 8, 8, 3)), preprocess="preprocess"
     ),
     "Records.sample": method("dataset", "sample", num_records=3),
     "Records.sample_fraction": method("dataset", "sample_fraction", fraction=0.5),
@@ -171,7 +172,8 @@ SLOW = ("export_saved_model", "Input.fit", "Input.evaluate", "Input.predict", "I
 
 def test_every_public_callable_is_tried():
     tried = {name.partition(".")[0] for name in CALLS}
-    assert {*dti.__all__} - tried <= {"__version__", "InputError", "BadRecordError", "Input"}
+    names = {name.rpartition(".")[2] for name in site.list_public()}
+    assert names - tried <= {"__version__", "InputError", "BadRecordError", "Input"}
 
 
 def list_arguments(function, right):
@@ -368,7 +370,7 @@ def test_sequences_that_make_their_images_late():
             return jpeg(9, 9)
 
     made = []
-    batches = dti.iterate_batches(Late(), dti.Preprocess.for_evaluation(8), batch_size=1)
+    batches = dti.serving.iterate_batches(Late(), dti.Preprocess.for_evaluation(8), batch_size=1)
     assert made == []
     next(batches)
     assert made == [0]

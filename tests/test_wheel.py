@@ -143,7 +143,7 @@ def test_from_photos_to_predictions(python, tmp_path):
 
 RECORDS = [f"records/{split}-00000-of-00001" for split in ("train", "validation")]
 AFTERWARDS = """
-dti.export_saved_model(model, valid.spec, "served/1")
+dti.serving.export_saved_model(model, valid.spec, "served/1")
 """
 SIX_LINES = """
 model = make_small_network(classes=2, input_shape=(224, 224, 3))

@@ -15,14 +15,14 @@ from dali_tf_input.storage.objects import local_path
 
 # What users call the augmentations on the command line.
 AUGMENTATIONS: dict[str, Augmentation] = {
-    "rand": dti.RandAugment(),
-    "trivial": dti.TrivialAugment(),
-    "jitter": dti.ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1),
-    "grayscale": dti.RandomGrayscale(),
-    "blur": dti.GaussianBlur(),
-    "solarize": dti.Solarize(p=0.5),
-    "erasing": dti.RandomErasing(),
-    "vertical": dti.VerticalMirror(),
+    "rand": dti.augment.RandAugment(),
+    "trivial": dti.augment.TrivialAugment(),
+    "jitter": dti.augment.ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1),
+    "grayscale": dti.augment.RandomGrayscale(),
+    "blur": dti.augment.GaussianBlur(),
+    "solarize": dti.augment.Solarize(p=0.5),
+    "erasing": dti.augment.RandomErasing(),
+    "vertical": dti.augment.VerticalMirror(),
 }
 CROPS: dict[str, Callable[[int, int], Crop]] = {
     "resize_random_crop": lambda *larger: dti.ResizeRandomCrop(resize=larger),

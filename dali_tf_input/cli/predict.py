@@ -1,4 +1,4 @@
-"""Predicts the classes of images with a model that export_saved_model wrote.
+"""Predicts the classes of images with a model that serving.export_saved_model wrote.
 
 IMAGES are files, or folders, of which all files are taken. Each line of the table has a file, its
 class, by name if the model has names, and the score of the class. Images that cannot be decoded are
@@ -34,8 +34,8 @@ def main(arguments: list[str]) -> int:
     folder, *images = map(os.path.expanduser, arguments)
     if not os.path.exists(os.path.join(folder, "saved_model.pb")):
         raise InputError(
-            f"{folder} holds no SavedModel: dali_tf_input.export_saved_model(model, preprocess,"
-            " folder) writes one that takes images."
+            f"{folder} holds no SavedModel: dali_tf_input.serving.export_saved_model(model,"
+            " preprocess, folder) writes one that takes images."
         )
     command.check_writable(_OUT, suffix=".csv")
     paths = [*find_images(images)]

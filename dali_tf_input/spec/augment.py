@@ -81,8 +81,8 @@ class RandAugment(Augmentation):
     Operations are drawn uniformly with replacement. Directional ones get a random direction.
 
     Examples:
-      >>> preprocess = Preprocess.for_training(224, augment=(RandAugment(magnitude=15),))
-      >>> as_timm = RandAugment(dialect="tf", magnitude=9, magnitude_std=0.5, p=0.5)
+      >>> preprocess = Preprocess.for_training(224, augment=(augment.RandAugment(magnitude=15),))
+      >>> as_timm = augment.RandAugment(dialect="tf", magnitude=9, magnitude_std=0.5, p=0.5)
 
     Attributes:
       num_ops: how many operations are applied, in [1, 10].
@@ -144,7 +144,7 @@ class TrivialAugment(Augmentation):
     `TrivialAugmentWide`: each of 14 operations and each of 31 magnitudes is equally likely.
 
     Examples:
-      >>> preprocess = Preprocess.for_training(224, augment=(TrivialAugment(),))
+      >>> preprocess = Preprocess.for_training(224, augment=(augment.TrivialAugment(),))
 
     Attributes:
       fill: the value of pixels that a warp leaves empty, in 0..255.
@@ -170,7 +170,7 @@ class ColorJitter(Augmentation):
     For a strength x, the factor is drawn uniformly from [max(0, 1 - x), 1 + x].
 
     Examples:
-      >>> simclr = ColorJitter(brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2, p=0.8)
+      >>> simclr = augment.ColorJitter(brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2, p=0.8)
 
     Attributes:
       brightness: strength of the factor that scales all values, at least 0.
@@ -210,7 +210,7 @@ class RandomGrayscale(Augmentation):
     """Converts some images to gray; they keep three channels, which are equal.
 
     Examples:
-      >>> preprocess = Preprocess.for_training(224, augment=(RandomGrayscale(p=0.2),))
+      >>> preprocess = Preprocess.for_training(224, augment=(augment.RandomGrayscale(p=0.2),))
 
     Attributes:
       p: how likely an image becomes gray, in [0, 1]. Source: torchvision's default.
@@ -228,7 +228,7 @@ class GaussianBlur(Augmentation):
     """Blurs some images.
 
     Examples:
-      >>> preprocess = Preprocess.for_training(224, augment=(GaussianBlur(p=0.5),))
+      >>> preprocess = Preprocess.for_training(224, augment=(augment.GaussianBlur(p=0.5),))
 
     Attributes:
       p: how likely an image is blurred, in [0, 1].
@@ -256,7 +256,7 @@ class Solarize(Augmentation):
     """Inverts the bright values of some images.
 
     Examples:
-      >>> preprocess = Preprocess.for_training(224, augment=(Solarize(p=0.2),))
+      >>> preprocess = Preprocess.for_training(224, augment=(augment.Solarize(p=0.2),))
 
     Attributes:
       p: how likely an image is changed, in [0, 1].
@@ -279,7 +279,7 @@ class RandomErasing(Augmentation):
     rectangle is not smaller than the image. Every position is equally likely.
 
     Examples:
-      >>> preprocess = Preprocess.for_training(224, augment=(RandomErasing(p=0.25),))
+      >>> preprocess = Preprocess.for_training(224, augment=(augment.RandomErasing(p=0.25),))
 
     Attributes:
       p: how likely an image is changed, in [0, 1].
@@ -340,7 +340,7 @@ class VerticalMirror(Augmentation):
     """Mirrors some images top to bottom.
 
     Examples:
-      >>> preprocess = Preprocess.for_training(224, augment=(VerticalMirror(),))
+      >>> preprocess = Preprocess.for_training(224, augment=(augment.VerticalMirror(),))
 
     Attributes:
       p: how likely an image is mirrored, in [0, 1].

@@ -272,7 +272,6 @@ class CoverCrop(Crop):
     evaluation, in the center.
 
     Examples:
-      >>> from dali_tf_input.spec.crops import CoverCrop
       >>> preprocess = Preprocess.for_training(224, crop=CoverCrop(cover=(240, 240)))
 
     Attributes:

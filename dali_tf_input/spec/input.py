@@ -267,9 +267,8 @@ class InputSpec:
 
         Examples:
           >>> spec = InputSpec.for_training("records/train-*", 224)
-          >>> spec = InputSpec.for_training(
-          ...     "records/train-*", 224, crop=RandomResizedCrop(), augment=(RandAugment(),), seed=1
-          ... )
+          >>> changes = {"crop": RandomResizedCrop(), "augment": (augment.RandAugment(),)}
+          >>> spec = InputSpec.for_training("records/train-*", 224, **changes, seed=1)
 
         Args:
           records: indexed TFRecord files, given as a path, a URL, a pattern or a list of them, as

@@ -57,11 +57,12 @@ class Preprocess:
         cameras and phones note how they were held; masks are turned with them. False leaves images
         as they are stored, as TensorFlow's own operations do.
       dtype: type of the output. "uint8" is not normalized but rounded to whole numbers in 0..255;
-        `make_normalization` returns the layer that normalizes in the model. "bfloat16" is for
-        tf.data only: DALI does not support it.
+        `serving.make_normalization` returns the layer that normalizes in the model. "bfloat16" is
+        for tf.data only: DALI does not support it.
       augment: random changes to the image after the crop, applied in this order, such as
-        ``(RandAugment(), RandomErasing(p=0.25))``. The image is first rounded to uint8. The changes
-        are a function of `seed` and the record's place in the order, the same on both backends.
+        ``(augment.RandAugment(), augment.RandomErasing(p=0.25))``. The image is first rounded to
+        uint8. The changes are a function of `seed` and the record's place in the order, the same on
+        both backends.
     """
 
     image_size: tuple[Pixels, Pixels] = (224, 224)

@@ -5,6 +5,7 @@ be read in a clone; a test compares. MkDocs has this file as a hook.
 """
 
 import importlib
+import inspect
 import pathlib
 import re
 import shutil
@@ -37,11 +38,24 @@ def _show_help(name: re.Match[str]) -> str:
     return f"<!-- help {name[1]} -->\n```text\n{process.stdout.strip()}\n```"
 
 
-def _list_names() -> str:
+def list_public() -> dict[str, Any]:
+    """Returns the public names of the package, and those of its public modules, such as "a.B"."""
     package = importlib.import_module("dali_tf_input")
+    public: dict[str, Any] = {}
+    for name in package.__all__:
+        value = getattr(package, name)
+        if inspect.ismodule(value):
+            public |= {f"{name}.{inner}": getattr(value, inner) for inner in value.__all__}
+        else:
+            public[name] = value
+    return public
+
+
+def _list_names() -> str:
     rows = ["<!-- names -->", "| name | what |", "| --- | --- |"]
-    for name in sorted(package.__all__, key=str.lower):
-        text = (getattr(package, name).__doc__ or "").strip().split("\n\n")[0]
+    public = list_public()
+    for name in sorted(public, key=str.lower):
+        text = (public[name].__doc__ or "").strip().split("\n\n")[0]
         rows.append(f"| `{name}` | {' '.join(text.split()).replace('|', chr(92) + '|')} |")
     return "\n".join(rows) + "\n\n"
 

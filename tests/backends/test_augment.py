@@ -33,25 +33,31 @@ EITHER = (DALI, TF_DATA)
 every_path = pytest.mark.parametrize("options", at_night(EITHER, [*EITHER, BY_TF]))
 STEPS = tf.TensorSpec((2,), tf.int64)
 AT_STRENGTHS = {
-    "rand": [dti.RandAugment(magnitude=magnitude) for magnitude in (3, 9, 30)],
+    "rand": [dti.augment.RandAugment(magnitude=magnitude) for magnitude in (3, 9, 30)],
     "rand_tf": [
-        dti.RandAugment(dialect="tf", magnitude=3, increasing=False),
-        dti.RandAugment(dialect="tf", magnitude_std=0.5, p=0.5, fill=77),
-        dti.RandAugment(dialect="tf", magnitude=15, num_ops=3, interpolation="bilinear"),
+        dti.augment.RandAugment(dialect="tf", magnitude=3, increasing=False),
+        dti.augment.RandAugment(dialect="tf", magnitude_std=0.5, p=0.5, fill=77),
+        dti.augment.RandAugment(dialect="tf", magnitude=15, num_ops=3, interpolation="bilinear"),
     ],
-    "trivial": [dti.TrivialAugment(), dti.TrivialAugment(fill=99, interpolation="bilinear")],
+    "trivial": [
+        dti.augment.TrivialAugment(),
+        dti.augment.TrivialAugment(fill=99, interpolation="bilinear"),
+    ],
     "jitter": [
-        dti.ColorJitter(brightness=x, contrast=x, saturation=x, hue=x / 4) for x in (0.1, 0.4, 1.5)
+        dti.augment.ColorJitter(brightness=x, contrast=x, saturation=x, hue=x / 4)
+        for x in (0.1, 0.4, 1.5)
     ],
-    "gray": [dti.RandomGrayscale(p=p) for p in (0.1, 1.0)],
-    "blur": [dti.GaussianBlur(sigma=sigma) for sigma in ((0.1, 0.3), (0.1, 2.0), (4.0, 30.0))],
-    "solarize": [dti.Solarize(threshold=threshold) for threshold in (0, 127.5, 255)],
+    "gray": [dti.augment.RandomGrayscale(p=p) for p in (0.1, 1.0)],
+    "blur": [
+        dti.augment.GaussianBlur(sigma=sigma) for sigma in ((0.1, 0.3), (0.1, 2.0), (4.0, 30.0))
+    ],
+    "solarize": [dti.augment.Solarize(threshold=threshold) for threshold in (0, 127.5, 255)],
     "erasing": [
-        dti.RandomErasing(p=0.9),
-        dti.RandomErasing(p=1, area_range=(0.8, 0.9), aspect_ratio_range=(1, 1), fill=3.4),
-        dti.RandomErasing(p=1, fill=(255, 0.5, 9)),
+        dti.augment.RandomErasing(p=0.9),
+        dti.augment.RandomErasing(p=1, area_range=(0.8, 0.9), aspect_ratio_range=(1, 1), fill=3.4),
+        dti.augment.RandomErasing(p=1, fill=(255, 0.5, 9)),
     ],
-    "vertical": [dti.VerticalMirror(p=p) for p in (0.5, 1.0)],
+    "vertical": [dti.augment.VerticalMirror(p=p) for p in (0.5, 1.0)],
     "all": [tuple(AUGMENTATIONS.values())],
 }
 CASES = {
@@ -202,9 +208,9 @@ def test_small_images(size):
     """Margins that are wider than the image, and sides of one pixel."""
     images, preprocess = pictures(30, size), dataclasses.replace(PLAIN, image_size=size)
     for augmentation in (
-        dti.RandAugment(num_ops=1, magnitude=30),
-        dti.GaussianBlur(sigma=(0.5, 3)),
-        dti.ColorJitter(contrast=1.0),
+        dti.augment.RandAugment(num_ops=1, magnitude=30),
+        dti.augment.GaussianBlur(sigma=(0.5, 3)),
+        dti.augment.ColorJitter(contrast=1.0),
     ):
         program = Program([augmentation], size)
         rows = draw(program, len(images))
@@ -263,10 +269,10 @@ def feed(records, options, *, order="global", transform=None, start_step=0, seed
 
 
 WORK = [
-    {"augment": (dti.GaussianBlur(),), "mirror_probability": 0.5, "dtype": "float32"},
-    {"augment": (dti.RandAugment(), dti.RandomErasing(p=1.0))},
-    {"augment": (dti.TrivialAugment(),), "dtype": "float16", "layout": "CHW"},
-    {"augment": (dti.ColorJitter(hue=0.2),), "channels": 1, "mean": (0,), "std": (1,)},
+    {"augment": (dti.augment.GaussianBlur(),), "mirror_probability": 0.5, "dtype": "float32"},
+    {"augment": (dti.augment.RandAugment(), dti.augment.RandomErasing(p=1.0))},
+    {"augment": (dti.augment.TrivialAugment(),), "dtype": "float16", "layout": "CHW"},
+    {"augment": (dti.augment.ColorJitter(hue=0.2),), "channels": 1, "mean": (0,), "std": (1,)},
 ]
 
 
@@ -293,7 +299,7 @@ def test_with_a_mask(tmp_path, options):
     records = write_indexed(tmp_path / "train", examples)
     masks = dti.SegmentationMask(key="mask")
     colors = dataclasses.replace(
-        PLAIN, augment=(dti.ColorJitter(brightness=0.5), dti.RandomErasing())
+        PLAIN, augment=(dti.augment.ColorJitter(brightness=0.5), dti.augment.RandomErasing())
     )
     spec = spec_of(records, "global", colors, mask=masks)
     targets = next(iter(make_dataset(spec, options, batch_size=4)))[1]
@@ -307,7 +313,7 @@ def test_an_augmentation_that_does_nothing(tmp_path, options):
     """As a strength that a sweep sets to 0."""
     records = write_indexed(tmp_path / "train", [{"image": jpeg(*SIZE), "label": 0}] * 4)
     made = []
-    for augment in ((), (dti.ColorJitter(), dti.VerticalMirror(p=0))):
+    for augment in ((), (dti.augment.ColorJitter(), dti.augment.VerticalMirror(p=0))):
         spec = spec_of(records, "global", dataclasses.replace(PLAIN, augment=augment))
         made.append(next(iter(make_dataset(spec, options, batch_size=4)))[0].numpy())
     np.testing.assert_array_equal(*made)
@@ -334,7 +340,7 @@ def test_pixels_of_a_mask_move_with_those_of_its_image(tmp_path, options):
         image_size=(40, 50),
         crop=dti.RandomCrop(),
         mirror_probability=0.5,
-        augment=(Turns(), dti.VerticalMirror(), Turns()),
+        augment=(Turns(), dti.augment.VerticalMirror(), Turns()),
         dtype="uint8",
         apply_orientation=False,
     )
@@ -368,7 +374,7 @@ def test_a_function_of_ones_own(records):
     def whiten(image, seed):  # by NumPy, of unknown shape
         return tf.numpy_function(lambda pixels: pixels * 0 + 255, [image], tf.uint8)
 
-    changes = {"dtype": "float32", "augment": (dti.Solarize(),), "mirror_probability": 0.5}
+    changes = {"dtype": "float32", "augment": (dti.augment.Solarize(),), "mirror_probability": 0.5}
     white, _ = take_batches(feed(records, TF_DATA, transform=whiten, **changes), 1)
     expected = (255 - np.float32(PLAIN.mean)) / PLAIN.std
     np.testing.assert_allclose(white, np.broadcast_to(expected, white.shape), rtol=1e-5)
@@ -392,7 +398,7 @@ def test_refuses(records):
     with refused("DALI does not support `transform`: make it a layer"):
         feed(records, DALI, transform=add_noise)
     with refused("must not be random"):
-        next(iterate_batches([], dataclasses.replace(PLAIN, augment=(dti.Solarize(),))))
+        next(iterate_batches([], dataclasses.replace(PLAIN, augment=(dti.augment.Solarize(),))))
 
 
 @pytest.mark.slow

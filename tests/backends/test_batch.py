@@ -30,7 +30,8 @@ from test_parity import GIVEN
 from test_pixels import example as as_pixels
 
 import dali_tf_input as dti
-from dali_tf_input import Preprocess, RandAugment, RandomErasing, RandomResizedCrop, TfDataOptions
+from dali_tf_input import Preprocess, RandomResizedCrop, TfDataOptions
+from dali_tf_input.augment import RandAugment, RandomErasing
 from dali_tf_input.backends import tf_batch, tf_native
 from dali_tf_input.backends.build import make_dataset
 from dali_tf_input.backends.locations import find_locations
@@ -462,7 +463,7 @@ import os, resource, sys
 import tensorflow as tf
 from dali_tf_input import *
 records, kind = Records.from_files(sys.argv[1]), sys.argv[2]
-augment = (RandAugment(), RandomErasing()) if kind == "augment" else ()
+augment = (augment.RandAugment(), augment.RandomErasing()) if kind == "augment" else ()
 mixed = {"label": ClassLabel(num_classes=5, one_hot=True), "mix": Mix(mixup=0.4, cutmix=1.0)}
 spec = InputSpec.for_training(
     records, Preprocess.for_training(224, augment=augment), **(mixed if kind == "mix" else {})

@@ -79,7 +79,7 @@ def test_every_path_takes_accepted_images(tmp_path):
         for options in (TF_DATA, BY_TF, DALI)
     ]
     for options in (None, DALI):
-        batches = dti.iterate_batches([*ACCEPTED.values()], spec, options, batch_size=16)
+        batches = dti.serving.iterate_batches([*ACCEPTED.values()], spec, options, batch_size=16)
         made += [images for _, images in batches]
     for other in made[1:]:
         assert np.abs(np.subtract(other, made[0])).mean() < 1
@@ -90,7 +90,7 @@ def test_prediction_leaves_out_other_images(kind):
     bad: list[int] = []
     report = functools.partial(lambda found, place, _: found.append(place), bad)
     spec = dti.Preprocess.for_evaluation(16)
-    assert not [*dti.iterate_batches([*REFUSED.values()], spec, kind, on_bad=report)]
+    assert not [*dti.serving.iterate_batches([*REFUSED.values()], spec, kind, on_bad=report)]
     assert sorted(bad) == [*range(len(REFUSED))]
 
 
@@ -111,7 +111,7 @@ def serve(tmp_path_factory):
     @functools.cache
     def load(**limits):
         folder = tmp_path_factory.mktemp("exported") / "model"
-        dti.export_saved_model(model, dti.Preprocess.for_evaluation(16), folder, **limits)
+        dti.serving.export_saved_model(model, dti.Preprocess.for_evaluation(16), folder, **limits)
         exported = tf.saved_model.load(str(folder))
         function = exported.signatures["serving_default"]
         return lambda images: function(encoded=tf.constant(images)), exported
@@ -171,7 +171,7 @@ def test_16_bits_are_rounded_alike(channels):
     ):
         np.testing.assert_array_equal(made[0], expected)
     whole = dti.Preprocess(image_size=(256, 256), dtype="uint8")
-    ((_, predicted),) = dti.iterate_batches([image], whole)
+    ((_, predicted),) = dti.serving.iterate_batches([image], whole)
     np.testing.assert_array_equal(predicted[0], expected)
 
 

@@ -195,7 +195,7 @@ def test_pixels_of_global_order_are_the_cpus(dataset, crop, antialias):
     [
         ("global", {}),
         ("sequential", {"dtype": "uint8"}),
-        ("buffer", {"augment": (dti.RandAugment(),)}),
+        ("buffer", {"augment": (dti.augment.RandAugment(),)}),
     ],
 )
 def test_pixels_of_datasets_that_lie_on_the_gpu(dataset, order, changes):
@@ -250,9 +250,14 @@ def test_devices_evaluate_each_record_once(dataset, mirrored):
     [
         {"dtype": "uint8"},
         {"dtype": "float16"},
-        {"augment": (dti.TrivialAugment(), dti.RandomErasing(p=1.0))},
-        {"augment": (dti.RandAugment(dialect="tf", magnitude_std=0.5),)},
-        {"augment": (dti.ColorJitter(brightness=0.4, contrast=0.4, hue=0.1), dti.GaussianBlur())},
+        {"augment": (dti.augment.TrivialAugment(), dti.augment.RandomErasing(p=1.0))},
+        {"augment": (dti.augment.RandAugment(dialect="tf", magnitude_std=0.5),)},
+        {
+            "augment": (
+                dti.augment.ColorJitter(brightness=0.4, contrast=0.4, hue=0.1),
+                dti.augment.GaussianBlur(),
+            )
+        },
     ],
 )
 def test_pixels_of_every_type(dataset, changes):

@@ -84,7 +84,7 @@ WORK = [
     {"dtype": "float16", "layout": "CHW"},
     {"dtype": "uint8"},
     {"channels": 1, "mean": (0,), "std": (1,), "layout": "CHW"},
-    {"augment": (dti.RandAugment(),), "mirror_probability": 0.5},
+    {"augment": (dti.augment.RandAugment(),), "mirror_probability": 0.5},
 ]
 
 

@@ -105,7 +105,9 @@ def test_views_are_turned(pairs, options):
     crop = dti.RandomResizedCrop()
     views = [
         dti.Preprocess.for_training(24, normalization=None, crop=crop),
-        dti.Preprocess.for_training(16, dtype="uint8", crop=crop, augment=(dti.RandAugment(),)),
+        dti.Preprocess.for_training(
+            16, dtype="uint8", crop=crop, augment=(dti.augment.RandAugment(),)
+        ),
     ]
     made = []
     for records in pairs:
@@ -138,11 +140,11 @@ def test_images_as_they_are_stored(pairs):
     """Without `apply_orientation` a tag is not read."""
     spec = dti.Preprocess(image_size=(61, 95), apply_orientation=False, mean=(0,) * 3, std=(1,) * 3)
     (image,) = [record["image/encoded"][0] for record in [pairs[0].read(15)]]  # orientation 6
-    (whole,) = [batch for _, batch in dti.iterate_batches([image], spec)]
+    (whole,) = [batch for _, batch in dti.serving.iterate_batches([image], spec)]
     plain = np.asarray(Image.open(io.BytesIO(image))).astype(float)
     assert np.abs(whole[0] - plain).max() < 0.01
     upright = dataclasses.replace(spec, image_size=(95, 61), apply_orientation=True)
-    (whole,) = [batch for _, batch in dti.iterate_batches([image], upright)]
+    (whole,) = [batch for _, batch in dti.serving.iterate_batches([image], upright)]
     assert np.abs(whole[0] - np.rot90(plain, -1)).max() < 0.01
 
 
@@ -153,10 +155,10 @@ def test_training_prediction_and_serving_see_the_same(pairs, tmp_path):
     images = [pairs[0].read(number)["image/encoded"][0] for number in range(24)]
     seen = next(iter(dti.load(spec, TF_DATA, batch_size=24).dataset))[0].numpy()
     for options, most in ((TF_DATA, 0.01), (DALI, 8)):
-        ((_, made),) = dti.iterate_batches(images, spec, options)
+        ((_, made),) = dti.serving.iterate_batches(images, spec, options)
         assert np.abs(made.numpy() - seen).mean() < most
     model = keras.Sequential([keras.layers.Input((24, 24, 3)), keras.layers.Flatten()])
-    dti.export_saved_model(model, spec, tmp_path / "model")
+    dti.serving.export_saved_model(model, spec, tmp_path / "model")
     serve = tf.saved_model.load(str(tmp_path / "model")).signatures["serving_default"]
     served = serve(encoded=tf.constant(images))["output_0"].numpy()
     assert np.abs(served.reshape(seen.shape) - seen).max() < 0.1
@@ -166,6 +168,6 @@ def test_prediction_refuses_what_it_would_drop(pairs):
     image = pairs[0].read(0)["image/encoded"][0]
     spec = dti.InputSpec.for_evaluation(pairs[0], 24, transform=lambda image, seed: 255 - image)
     with refused("`transform` of the spec is not done here"):
-        next(dti.iterate_batches([image], spec))
-    for _, made in dti.iterate_batches([image], spec.preprocess):
+        next(dti.serving.iterate_batches([image], spec))
+    for _, made in dti.serving.iterate_batches([image], spec.preprocess):
         assert made.shape == (1, 24, 24, 3)

@@ -15,7 +15,10 @@ from dali_tf_input.spec.crops import NoCrop, ResizeRandomCrop
 STORED = {"apply_orientation": False}
 LARGE = Preprocess.for_training(48, recipe="simclr", **STORED)
 SMALL = Preprocess.for_training(
-    24, crop=RandomResizedCrop(area_range=(0.05, 0.25)), augment=(dti.Solarize(p=0.5),), **STORED
+    24,
+    crop=RandomResizedCrop(area_range=(0.05, 0.25)),
+    augment=(dti.augment.Solarize(p=0.5),),
+    **STORED,
 )
 VIEWS = (LARGE, LARGE, SMALL)
 ALONE = [

@@ -27,7 +27,7 @@ def photos(tmp_path_factory):
 def check_table(text, model, photos, names):
     """Checks the class and score of each photo: as the model in Keras says."""
     paths = [str(photos / "sub" / f"{number}.jpg") for number in range(5)]
-    ((_, images),) = dti.iterate_batches(paths, PREPROCESS)
+    ((_, images),) = dti.serving.iterate_batches(paths, PREPROCESS)
     scores = keras.ops.convert_to_numpy(model(images))
     header, *lines = csv.reader(text.splitlines())
     assert header == ["file", "class", "score"]
@@ -40,7 +40,7 @@ def check_table(text, model, photos, names):
 def test_predict(tmp_path, photos):
     """The classes have no names; what is no image is named."""
     model = make_model(8, 3)
-    dti.export_saved_model(model, PREPROCESS, tmp_path / "model")
+    dti.serving.export_saved_model(model, PREPROCESS, tmp_path / "model")
     process = run("predict", "--batch_size=2", tmp_path / "model", photos)
     assert process.returncode == 1
     first, last = process.stderr.splitlines()
@@ -58,7 +58,7 @@ def test_names_of_the_training_set(tmp_path, photos):
     train = dti.load(dti.InputSpec.for_training(records, 8), TF_DATA, batch_size=3)
     model = make_model(8, 3, run_eagerly=True)
     train.fit(model, verbose=0)
-    dti.export_saved_model(model, PREPROCESS, tmp_path / "model")
+    dti.serving.export_saved_model(model, PREPROCESS, tmp_path / "model")
     out = tmp_path / "table.csv"
     process = run("predict", f"--out={out}", tmp_path / "model", photos / "sub")
     assert (process.returncode, process.stdout) == (0, "")
@@ -68,4 +68,4 @@ def test_names_of_the_training_set(tmp_path, photos):
 def test_what_predict_refuses(tmp_path):
     fails(run("predict", tmp_path), "Name the folder of the model, and images")
     process = run("predict", tmp_path, "a.jpg")
-    fails(process, "holds no SavedModel: dali_tf_input.export_saved_model")
+    fails(process, "holds no SavedModel: dali_tf_input.serving.export_saved_model")

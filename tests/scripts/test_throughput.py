@@ -66,7 +66,7 @@ def test_compare_throughput(sample_folder, tmp_path, monkeypatch, rows):
 @pytest.mark.slow
 def test_augmentation_by_hand(dataset):
     """Keras's layers, which the process that measures makes."""
-    augment = [dti.RandAugment(), dti.RandomErasing()]
+    augment = [dti.augment.RandAugment(), dti.augment.RandomErasing()]
     crop = dti.RandomResizedCrop()
     spec = dti.InputSpec.for_training(dataset, 16, crop=crop, augment=augment, order="buffer")
     task = {"candidate": ROWS["tf_data_by_hand"].candidate.to_json(), "seconds": 0.01}

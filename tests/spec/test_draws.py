@@ -47,7 +47,7 @@ def scale_of(row):
 def test_torchvision_strengths(magnitude):
     """The numbers of torchvision.transforms.RandAugment's `_augmentation_space`, 31 bins."""
     height, width = SIZE
-    rows = rows_of(dti.RandAugment(magnitude=magnitude, num_ops=1))
+    rows = rows_of(dti.augment.RandAugment(magnitude=magnitude, num_ops=1))
     warps = sorted({tuple(np.round(row[:6], 4)) for row in rows["WARP"]})
     shear = np.linspace(0, 0.3, 31)[magnitude]
     across = int(np.linspace(0, 150 / 331 * width, 31)[magnitude])
@@ -93,7 +93,7 @@ def test_torchvision_strengths(magnitude):
 
 def test_sharpness_blends_with_a_smoothed_image():
     """Pillow's SMOOTH has 5 in the middle of ones; a factor of 1 leaves the image as it is."""
-    (low, high) = sorted(rows_of(dti.RandAugment(magnitude=10))["FILTER"])
+    (low, high) = sorted(rows_of(dti.augment.RandAugment(magnitude=10))["FILTER"])
     np.testing.assert_allclose(sum(low[:9]), 1, rtol=1e-6)
     np.testing.assert_allclose([high[0], low[0]], [0.3 / 13, -0.3 / 13], rtol=1e-5)
     np.testing.assert_allclose([high[4], low[4]], [0.7 + 1.5 / 13, 1.3 - 1.5 / 13], rtol=1e-5)
@@ -101,7 +101,7 @@ def test_sharpness_blends_with_a_smoothed_image():
 
 def test_trivial_strengths():
     """The wide space: 31 strengths, up to 0.99, 32 pixels and 135 degrees, bits from 8 to 2."""
-    rows = rows_of(dti.TrivialAugment())
+    rows = rows_of(dti.augment.TrivialAugment())
     assert sum(map(len, rows.values())) == 14 * 2 * 31
     assert max(abs(row[1]) for row in rows["WARP"] if row[0] == 1) == pytest.approx(0.99)
     assert max(abs(row[2]) for row in rows["WARP"] if row[0] == 1) == 32
@@ -122,7 +122,7 @@ def test_trivial_strengths():
     ],
 )
 def test_tf_strengths(magnitude, increasing, factors, mask, threshold, amount):
-    made = dti.RandAugment(magnitude=magnitude, dialect="tf", increasing=increasing)
+    made = dti.augment.RandAugment(magnitude=magnitude, dialect="tf", increasing=increasing)
     rows = rows_of(made, size=(224, 224))
     assert {round(row[0], 4) for row in rows["CONTRAST"]} == factors
     assert {row[0] for row in rows["POSTERIZE"]} == {mask}
@@ -137,20 +137,20 @@ def test_tf_strengths(magnitude, increasing, factors, mask, threshold, amount):
 
 
 def test_magnitudes_of_a_normal_distribution():
-    made = dti.RandAugment(dialect="tf", magnitude=9, magnitude_std=0.5)
+    made = dti.augment.RandAugment(dialect="tf", magnitude=9, magnitude_std=0.5)
     shears = [row[1] for row in rows_of(made)["WARP"] if row[0] == 1 and row[1] > 0]
     magnitudes = np.array(shears) / 0.03
     assert magnitudes.max() == pytest.approx(10)  # clipped, as timm does
     assert np.mean(magnitudes) == pytest.approx(9, abs=0.02)
     assert np.std(magnitudes) == pytest.approx(0.49, abs=0.03)
-    wide = rows_of(dti.RandAugment(magnitude=29, magnitude_std=100))
+    wide = rows_of(dti.augment.RandAugment(magnitude=29, magnitude_std=100))
     assert max(row[1] for row in wide["WARP"] if row[0] == 1) == pytest.approx(0.3)
 
 
 @pytest.mark.slow
 def test_draws_of_rand_augment():
     """Each of 14 operations as often, in both places; and timm's one half of the time."""
-    drawn = draw(dti.RandAugment())
+    drawn = draw(dti.augment.RandAugment())
     for op in range(2):
         kinds = np.bincount(drawn[:, op, 0].astype(int), minlength=len(Primitive)) / DRAWS * 14
         expected = {"NOTHING": 1, "WARP": 5, "COLOR": 2, "CONTRAST": 1, "FILTER": 1}
@@ -160,7 +160,7 @@ def test_draws_of_rand_augment():
             assert kinds[primitive] == pytest.approx(rate, abs=0.14 * rate + 1e-9)
     pairs = np.histogram2d(*drawn[:, :, 0].T, bins=12)[0] / DRAWS
     np.testing.assert_allclose(pairs, np.outer(pairs.sum(1), pairs.sum(0)), atol=0.01)
-    half = draw(dti.RandAugment(p=0.5, num_ops=3, dialect="tf"))
+    half = draw(dti.augment.RandAugment(p=0.5, num_ops=3, dialect="tf"))
     is_done = half[..., 0] > 0
     assert is_done.mean() == pytest.approx(0.5, abs=0.015)
     assert np.bincount(is_done.sum(1)) / DRAWS == pytest.approx(
@@ -171,7 +171,9 @@ def test_draws_of_rand_augment():
 @pytest.mark.slow
 def test_draws_of_color_jitter():
     """In each of 24 orders as often; factors are even over their ranges."""
-    drawn = draw(dti.ColorJitter(brightness=0.4, contrast=1.5, saturation=0.2, hue=0.1, p=0.8))
+    drawn = draw(
+        dti.augment.ColorJitter(brightness=0.4, contrast=1.5, saturation=0.2, hue=0.1, p=0.8)
+    )
     done = drawn[drawn[:, 0, 0] > 0]
     assert len(done) / DRAWS == pytest.approx(0.8, abs=0.015)
     kinds = np.empty(done.shape[:2], int)
@@ -209,7 +211,7 @@ def test_draws_of_color_jitter():
 def test_draws_of_erasing():
     """Area and aspect ratio as they are documented, all positions alike; only inside."""
     height, width = SIZE
-    drawn = draw(dti.RandomErasing(p=0.25, area_range=(0.02, 0.2)))[:, 0]
+    drawn = draw(dti.augment.RandomErasing(p=0.25, area_range=(0.02, 0.2)))[:, 0]
     done = drawn[drawn[:, 0] == Primitive.ERASE]
     assert len(done) / DRAWS == pytest.approx(0.25, abs=0.015)
     top, left, bottom, right, seed = done[:, 1:6].T
@@ -232,14 +234,14 @@ def test_draws_of_erasing():
 @pytest.mark.parametrize(
     ("augmentation", "rate"),
     [
-        (dti.RandomGrayscale(p=0.2), 0.2),
-        (dti.GaussianBlur(), 1.0),
+        (dti.augment.RandomGrayscale(p=0.2), 0.2),
+        (dti.augment.GaussianBlur(), 1.0),
         *at_night(
             [],
             [
-                (dti.Solarize(p=0.3), 0.3),
-                (dti.VerticalMirror(), 0.5),
-                (dti.GaussianBlur(p=0.0), 0.0),
+                (dti.augment.Solarize(p=0.3), 0.3),
+                (dti.augment.VerticalMirror(), 0.5),
+                (dti.augment.GaussianBlur(p=0.0), 0.0),
             ],
         ),
     ],
@@ -247,17 +249,17 @@ def test_draws_of_erasing():
 def test_how_often(augmentation, rate):
     drawn = draw(augmentation)[:, 0]
     assert (drawn[:, 0] > 0).mean() == pytest.approx(rate, abs=0.015 if 0 < rate < 1 else 0)
-    if isinstance(augmentation, dti.GaussianBlur) and rate:
+    if isinstance(augmentation, dti.augment.GaussianBlur) and rate:
         assert np.quantile(drawn[:, 1], [0, 0.5, 1]) == pytest.approx([0.1, 1.05, 2.0], abs=0.03)
 
 
 def test_a_program_of_many():
     """Steps of all augmentations in their turn; what draws nothing takes no part."""
     parts = [
-        dti.ColorJitter(),
-        dti.RandAugment(),
-        dti.ColorJitter(hue=0.1, contrast=1),
-        dti.Solarize(),
+        dti.augment.ColorJitter(),
+        dti.augment.RandAugment(),
+        dti.augment.ColorJitter(hue=0.1, contrast=1),
+        dti.augment.Solarize(),
     ]
     program = Program(parts, SIZE)
     assert program.augmentation_of_op.tolist() == [0, 0, 1, 1, 2]
@@ -273,10 +275,11 @@ def test_refuses_with_an_image():
     make = dti.Preprocess.for_training
     with refused("give no rectangle that is smaller than the image, 4x224"):
         make(
-            (4, 224), augment=(dti.RandomErasing(area_range=(0.4, 0.5), aspect_ratio_range=(9, 9)),)
+            (4, 224),
+            augment=(dti.augment.RandomErasing(area_range=(0.4, 0.5), aspect_ratio_range=(9, 9)),),
         )
     with refused("`augment` must be a sequence, got"):
-        make(224, augment=dti.RandAugment())
+        make(224, augment=dti.augment.RandAugment())
     with refused("`augment` must be one of RandAugment, TrivialAugment, .*, got"):
         make(224, augment=("rand",))
     with refused("`recipe` must be one of 'resnet-50', .*, got 'vit'"):
@@ -295,9 +298,9 @@ def test_recipes():
 
 def test_every_augmentation_has_its_own_numbers():
     """The same seed draws other numbers for the second of two equal augmentations."""
-    drawn = draw(dti.RandAugment(num_ops=2), 200)
+    drawn = draw(dti.augment.RandAugment(num_ops=2), 200)
     assert (drawn[:, 0] != drawn[:, 1]).any(1).mean() > 0.8
-    twice = Program([dti.Solarize(p=0.5)] * 2, SIZE)
+    twice = Program([dti.augment.Solarize(p=0.5)] * 2, SIZE)
     rows = np.stack([draw_rows(twice, np.array([1, n])).numpy()[:, 0] for n in range(100)])
     both = [*itertools.product([0.0, 3.0], repeat=2)]
     assert all((rows == pair).all(1).sum() > 10 for pair in both)

@@ -43,7 +43,7 @@ def test_further_fields_of_preprocess(make):
         "channels": 1,
         "apply_orientation": True,
         "dtype": "uint8",
-        "augment": (dti.RandAugment(),),
+        "augment": (dti.augment.RandAugment(),),
         "mean": (1.0,),
         "std": (2.0,),
     }
@@ -137,7 +137,7 @@ train, evaluate = (
     )
 )
 cpu, gpu = (functools.partial(dti.DaliOptions, device=device) for device in ("cpu", "gpu"))
-tf_data, area, erase = dti.TfDataOptions, dti.RandomResizedCrop, dti.RandomErasing
+tf_data, area, erase = dti.TfDataOptions, dti.RandomResizedCrop, dti.augment.RandomErasing
 
 
 @pytest.mark.parametrize(
@@ -158,8 +158,16 @@ tf_data, area, erase = dti.TfDataOptions, dti.RandomResizedCrop, dti.RandomErasi
         (area, {"aspect_ratio_range": (0, 1)}, "`aspect_ratio_range` must be"),
         (erase, {"area_range": (0.5, 1.5)}, r"`area_range` must be .*, both in \(0, 1\)"),
         (erase, {"aspect_ratio_range": (2, 1)}, "`aspect_ratio_range` must be"),
-        (dti.GaussianBlur, {"sigma": (0, 1)}, r"`sigma` must be .*, both in \[0.001, 30(.0)?\]"),
-        (dti.RandAugment, {"increasing": False}, "`increasing` False is for `dialect` 'tf' only"),
+        (
+            dti.augment.GaussianBlur,
+            {"sigma": (0, 1)},
+            r"`sigma` must be .*, both in \[0.001, 30(.0)?\]",
+        ),
+        (
+            dti.augment.RandAugment,
+            {"increasing": False},
+            "`increasing` False is for `dialect` 'tf' only",
+        ),
         (cpu, {"read_mode": "plain", "read_ahead": True}, "`read_ahead` is for `read_mode` 'mmap'"),
         (cpu, {"hw_decoder_load": 0.5}, "`hw_decoder_load` is for `device` 'gpu' only, got 0.5"),
         (tf_data, {"num_parallel_calls": 0}, "`num_parallel_calls` must be at least 1 or AUTOTUNE"),

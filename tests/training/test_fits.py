@@ -153,12 +153,12 @@ def test_prediction_and_profile_and_export(records, tmp_path):
     with refused(wrong):
         valid.predict(make(), verbose=0)
     with refused(wrong):
-        dti.export_saved_model(make(), valid.spec, tmp_path / "model")
+        dti.serving.export_saved_model(make(), valid.spec, tmp_path / "model")
     with refused("`model` must be compiled"):
         load(records).profile(make(compiled=False))
     with refused("`model` has no variables yet"):
         layers = [keras.layers.Flatten(), keras.layers.Dense(6)]
-        dti.export_saved_model(keras.Sequential(layers), valid.spec, tmp_path / "model")
+        dti.serving.export_saved_model(keras.Sequential(layers), valid.spec, tmp_path / "model")
 
 
 @pytest.mark.slow
@@ -194,7 +194,7 @@ def test_what_an_export_does_not_do_is_said(records, tmp_path, caplog):
     for decode, is_said in (("scaled", True), ("full", False)):
         options = dti.TfDataOptions(decode=decode)
         dti.load(spec, options, batch_size=2).fit(model, steps_per_epoch=1, verbose=0)
-        dti.export_saved_model(model, dti.Preprocess.for_evaluation(8), tmp_path / decode)
+        dti.serving.export_saved_model(model, dti.Preprocess.for_evaluation(8), tmp_path / decode)
         assert ("decode='scaled', which an exported model does not do" in caplog.text) == is_said
         caplog.clear()
 

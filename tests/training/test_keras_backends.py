@@ -80,7 +80,7 @@ np.testing.assert_allclose(weights(resumed), weights(model), rtol=1e-4, atol=1e-
 
 needs = f"needs Keras on TensorFlow, but it runs on {keras.backend.backend()}"
 refused(f"`profile` {needs}", train.profile, model)
-refused(f"export_saved_model {needs}", dti.export_saved_model, model, center, folder + "/saved")
+refused(f"export_saved_model {needs}", dti.serving.export_saved_model, model, center, folder + "/saved")
 import tensorflow as tf
 one = tf.distribute.OneDeviceStrategy("CPU:0")
 fed = dti.load(train.spec, OPTIONS, strategy=one, batch_size=5)

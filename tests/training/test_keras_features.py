@@ -7,7 +7,8 @@ import tensorflow as tf
 from conftest import DALI, TF_DATA, backends, spec_of, table
 from models import FROM_LOGITS, make_model
 
-from dali_tf_input import ClassLabel, Preprocess, RandAugment
+from dali_tf_input import ClassLabel, Preprocess
+from dali_tf_input.augment import RandAugment
 from dali_tf_input.training.load import load
 
 BATCH, STEPS, CLASSES = 6, 4, 24

@@ -116,9 +116,9 @@ def test_what_a_model_was_trained_on(sets, tmp_path):
     with refused("Training and prediction differ: pixels are normalized"):
         plain.predict(model, verbose=0)
     with refused("Training and `preprocess` differ: pixels are normalized"):
-        dti.export_saved_model(model, plain.spec.preprocess, tmp_path / "exported")
+        dti.serving.export_saved_model(model, plain.spec.preprocess, tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
-    dti.export_saved_model(model, load(sets).spec.preprocess, tmp_path / "exported")
+    dti.serving.export_saved_model(model, load(sets).spec.preprocess, tmp_path / "exported")
     assert (tmp_path / "exported/assets.extra/labels.txt").read_text() == "a\nb\nc\n"
     elsewhere = make_model(8, 3, run_eagerly=True)
     plain.evaluate(elsewhere, verbose=0)

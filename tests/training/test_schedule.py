@@ -13,7 +13,7 @@ import dali_tf_input as dti
 from dali_tf_input import InputSpec, Mix, Preprocess, load
 
 SMALL = Preprocess.for_training(8)
-LARGE = Preprocess.for_training(12, augment=(dti.Solarize(p=0.5),))
+LARGE = Preprocess.for_training(12, augment=(dti.augment.Solarize(p=0.5),))
 LABEL = dti.ClassLabel(one_hot=True, num_classes=24)
 BATCH = 6  # of 24 records: 4 steps
 dali = pytest.mark.parametrize("options", at_night([DALI], [DALI, TF_DATA]))

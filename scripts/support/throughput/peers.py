@@ -187,11 +187,11 @@ def _make_transform(augmentation: Any) -> Any:
 
     torch.set_num_threads(1)
     match augmentation:
-        case dti.RandAugment(num_ops=num_ops, magnitude=magnitude):
+        case dti.augment.RandAugment(num_ops=num_ops, magnitude=magnitude):
             return v2.RandAugment(num_ops, int(magnitude))
-        case dti.TrivialAugment():
+        case dti.augment.TrivialAugment():
             return v2.TrivialAugmentWide()
-        case dti.RandomErasing(p=p, area_range=area, aspect_ratio_range=ratios):
+        case dti.augment.RandomErasing(p=p, area_range=area, aspect_ratio_range=ratios):
             return v2.RandomErasing(p, area, ratios, value="random")
         case _:
             name = type(augmentation).__name__

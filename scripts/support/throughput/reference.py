@@ -19,9 +19,9 @@ def _make_layer(augmentation: Any) -> Any:
     from keras import layers
 
     match augmentation:
-        case dti.RandAugment(num_ops=num_ops, magnitude=magnitude):
+        case dti.augment.RandAugment(num_ops=num_ops, magnitude=magnitude):
             return layers.RandAugment((0, 255), num_ops=num_ops, factor=magnitude / 30)
-        case dti.RandomErasing(p=p, area_range=area_range):
+        case dti.augment.RandomErasing(p=p, area_range=area_range):
             return layers.RandomErasing(factor=p, scale=area_range, value_range=(0, 255))
         case _:
             name = type(augmentation).__name__
