@@ -24,10 +24,7 @@ from dali_tf_input.spec.crops import NoCrop
 from dali_tf_input.spec.primitives import Primitive, Warp, make_table
 
 SIZE = (96, 80)
-# Not turned: to trace that takes as long as all else.
-PLAIN = Preprocess(
-    image_size=SIZE, crop=NoCrop(), mirror_probability=0, dtype="uint8", apply_orientation=False
-)
+PLAIN = Preprocess(image_size=SIZE, crop=NoCrop(), mirror_probability=0, dtype="uint8")
 BY_TF = TfDataOptions(kernel="tensorflow")
 EITHER = (DALI, TF_DATA)
 every_path = pytest.mark.parametrize("options", at_night(EITHER, [*EITHER, BY_TF]))
@@ -342,7 +339,6 @@ def test_pixels_of_a_mask_move_with_those_of_its_image(tmp_path, options):
         mirror_probability=0.5,
         augment=(Turns(), dti.augment.VerticalMirror(), Turns()),
         dtype="uint8",
-        apply_orientation=False,
     )
     spec = spec_of(records, "global", moved, mask=dti.SegmentationMask(key="mask"))
     images, targets = next(iter(make_dataset(spec, options, batch_size=8)))

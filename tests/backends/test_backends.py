@@ -36,17 +36,15 @@ SERIAL = dti.TfDataOptions(
 GPU = dti.DaliOptions(device="gpu")
 EITHER = (DALI, TF_DATA)
 backends = pytest.mark.parametrize("options", EITHER)
-# Images are not turned where that is not the subject: to trace it takes as long as all else.
-STORED = {"apply_orientation": False}
 
 
 def evaluation(dataset, size=24, **changes):
-    preprocess = dti.Preprocess.for_evaluation(size, **STORED, **changes)
+    preprocess = dti.Preprocess.for_evaluation(size, **changes)
     return spec_of(dataset, "sequential", preprocess)
 
 
 def training(dataset, size=24, *, buffer_size=8, seed=0, **changes):
-    preprocess = dti.Preprocess.for_training(size, **STORED, **changes)
+    preprocess = dti.Preprocess.for_training(size, **changes)
     return spec_of(dataset, "buffer", preprocess, buffer_size=buffer_size, seed=seed)
 
 
@@ -180,7 +178,7 @@ def test_crops_and_mirrors_are_uniform(coordinates, options):
     """Each of the 3 x 5 positions of a 6x4 crop in 8x8, mirrored or not, is drawn as often as any
     other.
     """
-    raw = {"mirror_probability": 0.25, "mean": (0, 0, 0), "std": (1, 1, 1), **STORED}
+    raw = {"mirror_probability": 0.25, "mean": (0, 0, 0), "std": (1, 1, 1)}
     crop = dti.ResizeRandomCrop(resize=(8, 8))
     spec = spec_of(coordinates, "sequential", dti.Preprocess(image_size=(6, 4), crop=crop, **raw))
     images, _ = serve(spec, options, 300, batch_size=16)
@@ -199,7 +197,7 @@ def test_crops_and_mirrors_are_uniform(coordinates, options):
 
 @pytest.mark.parametrize("options", at_night([DALI], EITHER))
 def test_shards_draw_different_crops(coordinates, options):
-    preprocess = dti.Preprocess.for_training(4, crop=dti.ResizeRandomCrop(resize=(8, 8)), **STORED)
+    preprocess = dti.Preprocess.for_training(4, crop=dti.ResizeRandomCrop(resize=(8, 8)))
     spec = spec_of(coordinates, "sequential", preprocess)
     first, second = (
         serve(spec, options, 4, batch_size=8, shard=dti.Shard(number, 2))[0] for number in range(2)

@@ -39,8 +39,7 @@ from dali_tf_input.backends.parsing import parse_others, parse_record
 from dali_tf_input.records.checks import SIZE_KEYS
 from dali_tf_input.records.example import encode_example
 
-# Images are turned in one case only: to trace it takes as long as all else.
-PLAIN = Preprocess.for_training(32, apply_orientation=False)
+PLAIN = Preprocess.for_training(32)
 AUGMENTED = dataclasses.replace(
     PLAIN, crop=RandomResizedCrop(), augment=(RandAugment(), RandomErasing())
 )
@@ -126,11 +125,7 @@ MIXED = {
 }
 WORK = {
     "plain": {},
-    "uint8": {
-        "preprocess": Preprocess.for_training(
-            32, dtype="uint8", layout="CHW", apply_orientation=True
-        )
-    },
+    "uint8": {"preprocess": Preprocess.for_training(32, dtype="uint8", layout="CHW")},
     "half": {"preprocess": dataclasses.replace(PLAIN, dtype="float16")},
     "augmented": {"preprocess": AUGMENTED},
     "gray": {"preprocess": dataclasses.replace(AUGMENTED, **GRAY)},

@@ -36,8 +36,7 @@ COUNTS = (5, 12, 7)
 RECORDS = sum(COUNTS)
 NAMES = ("cat", "dog", "horse")
 ORDERS = ("global", "pass", "buffer", "sequential")
-# Not turned: to trace that takes as long as all else.
-SMALL = dti.Preprocess(image_size=(8, 8), dtype="uint8", apply_orientation=False)
+SMALL = dti.Preprocess(image_size=(8, 8), dtype="uint8")
 EITHER = (DALI, TF_DATA)
 LABELS = {
     "class": ClassLabel(key="class", num_classes=3, one_hot=True, smoothing=0.3),
@@ -190,7 +189,6 @@ def test_masks_stay_with_their_images(records, options, crop):
         interpolation="nearest",
         mirror_probability=0.5,
         dtype="uint8",
-        apply_orientation=False,
     )
     how = {"label": None, "mask": MASK, "preprocess": preprocess}
     fed = feed(records, options, "global", **how)
@@ -209,7 +207,7 @@ def test_masks_stay_with_their_images(records, options, crop):
 @pytest.mark.slow
 def test_masks_are_the_same_from_both(records):
     """With any resize of the images, and for images of the training preprocessing."""
-    preprocess = dti.Preprocess.for_training(16, apply_orientation=False)
+    preprocess = dti.Preprocess.for_training(16)
     how = {"label": LABELS["class"], "mask": MASK, "preprocess": preprocess}
     one, other = (elements(feed(records, options, "pass", **how), 6) for options in EITHER)
     for row, twin in zip(one, other, strict=True):
@@ -306,7 +304,7 @@ def test_keras_trains(records, task, num_replicas, options):
     if task == "weighted":
         how = {"label": LABELS["name"], "class_weight": {0: 3.0}}
         loss = losses.SparseCategoricalCrossentropy(from_logits=True)
-    how["preprocess"] = dti.Preprocess.for_training(8, apply_orientation=False)
+    how["preprocess"] = dti.Preprocess.for_training(8)
     train = feed(records, options, "global", num_replicas=num_replicas, **how)
     how.pop("class_weight", None)
     held_out = feed(records, options, "pass", num_replicas=num_replicas, batch_size=10, **how)

@@ -36,7 +36,7 @@ from dali_tf_input.records.example import encode_example
 from dali_tf_input.spec.plan import StepCursor
 
 ORDERS = ("global", "buffer", "sequential")
-PLAIN = Preprocess.for_training(32, apply_orientation=False)  # to trace it takes half as long
+PLAIN = Preprocess.for_training(32)
 
 
 def examples_of(images):

@@ -285,7 +285,7 @@ def test_what_dali_reads_by(dataset, tmp_path):
 def test_replicas_share_the_locations_of_records(dataset):
     """One table for all pipelines of a process, which goes with the last of their datasets."""
     gc.collect()
-    spec = spec_of(dataset, "global", Preprocess.for_training(16, apply_orientation=False))
+    spec = spec_of(dataset, "global", Preprocess.for_training(16))
     made = [make_dataset(spec, TF_DATA, batch_size=4, shard=Shard(n, 2)) for n in range(2)]
     (kept,) = {*locations._locations.values()}
     found = weakref.ref(kept)
@@ -303,7 +303,7 @@ def test_a_changed_file_is_noticed_by_each_iterator(tmp_path, order):
     """
     records = write_indexed(tmp_path / "train-0", numbered_examples(12))
     how = {"repeat": False} if order == "sequential" else {}
-    spec = spec_of(records, order, Preprocess.for_training(16, apply_orientation=False), **how)
+    spec = spec_of(records, order, Preprocess.for_training(16), **how)
     made = make_dataset(spec, TF_DATA, batch_size=4)
     alive = iter(made)
     next(alive)
