@@ -328,10 +328,9 @@ class InputSpec:
         preprocess: Preprocess | int | tuple[int, int],
         fields: dict[str, Any],
     ) -> "InputSpec":
-        own = {field.name for field in dataclasses.fields(cls)}
-        of_preprocess = {field.name for field in dataclasses.fields(Preprocess)} | {"normalization"}
-        if name == "for_training":
-            of_preprocess |= {"recipe"}
+        own = [field.name for field in dataclasses.fields(cls)]
+        of_preprocess = [field.name for field in dataclasses.fields(Preprocess)]
+        of_preprocess += ["normalization", "recipe"][: 2 if name == "for_training" else 1]
         for key in ("index_dir", "image_key", "cache_dir"):
             if key in fields:
                 call = f"InputSpec.{name}(Records.from_files(files, {key}=...), ...)"

@@ -485,8 +485,8 @@ def _check_arguments(method: str, arguments: dict[str, Any], excluded: Sequence[
     """Raises InputError for an argument that a method of Keras models has not, or not here."""
     if "shuffle" in arguments:
         raise InputError(_ORDERED)
-    known = {*inspect.signature(getattr(keras.Model, method)).parameters} - {"self", *excluded}
-    check_keywords(method, arguments, known)
+    known = inspect.signature(getattr(keras.Model, method)).parameters
+    check_keywords(method, arguments, [one for one in known if one not in ("self", *excluded)])
     verbose = arguments.get("verbose", "auto")
     is_known = isinstance(verbose, int | str) and verbose in ("auto", 0, 1, 2)
     check(is_known, "verbose", "'auto', 0, 1 or 2", verbose)

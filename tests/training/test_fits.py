@@ -6,6 +6,7 @@ import pytest
 from conftest import DALI, encode, jpeg, refused, write_indexed
 
 import dali_tf_input as dti
+from dali_tf_input.training import strategies
 
 SPARSE, ONE_HOT = "sparse_categorical_crossentropy", "categorical_crossentropy"
 
@@ -81,7 +82,7 @@ def built_for(size):
 @pytest.fixture
 def no_pipeline(monkeypatch):
     """Fails where a pipeline is built."""
-    monkeypatch.delattr(dti.Input, "_make_dataset")
+    monkeypatch.delattr(strategies, "make_dataset")
 
 
 TWO = dti.Preprocess.for_training(8)

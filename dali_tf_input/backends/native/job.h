@@ -27,7 +27,7 @@ class Job {
   const Records* records = nullptr;  // to read from; or null, and then
   const char* given = nullptr;       // TF_TString each: the records of the batch, without headers
   size_t string_size = 0;            // of a TF_TString, in bytes
-  const int64_t* numbers = nullptr;  // positions of the records to read
+  const int64_t* positions = nullptr;  // of the records to read
   int64_t count = 0;                 // images
   bool check_crc = true;
   const ImageKeys* keys = nullptr;
@@ -54,7 +54,7 @@ class Job {
         return;
       }
       pieces_.resize(static_cast<size_t>(count));
-      records->Announce(numbers, count);
+      records->Announce(positions, count);
       Team& readers = Team::Get(Role::kRead, num_readers);
       const int64_t few = std::max<int64_t>(1, std::min(kMostAtOnce, count / num_readers));
       for (int64_t start = 0; start < count; start += few) {
@@ -98,7 +98,7 @@ class Job {
   // What is wrong with the record at a place: it is `text`.
   Problem Wrong(int64_t place, const std::string& text) const {
     if (!records) return {kDataLoss, "a record is " + text + "."};
-    const auto [name, offset] = records->Locate(numbers[place]);
+    const auto [name, offset] = records->Locate(positions[place]);
     return {kDataLoss, name + ": the record at byte " + std::to_string(offset) + " is " + text + ". Index the file again."};
   }
 
@@ -156,7 +156,7 @@ class Job {
       return piece.memory;
     };
     const auto done = [&](int64_t at) { Post(decoders, start + at, [this, at = start + at] { Do(at); }); };
-    Problem problem = records->Read(numbers + start, few, check_crc, &place, to, done);
+    Problem problem = records->Read(positions + start, few, check_crc, &place, to, done);
     if (!problem.text.empty()) Fail(start + place, std::move(problem));
   }
 

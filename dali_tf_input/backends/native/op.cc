@@ -105,7 +105,7 @@ const char* ReadGiven(const Call& call, Records* records, Job* job) {
   if (call.Count(4)) {
     if (call.Count(5)) return "positions or records are needed, not both";
     if (!ReadFiles(call, records)) return kFilesNeeded;
-    job->records = records, job->numbers = call.Data<int64_t>(4), job->string_size = records->name_size;
+    job->records = records, job->positions = call.Data<int64_t>(4), job->string_size = records->name_size;
   } else if (job->count) {
     job->given = call.Data<char>(5), job->string_size = TF_TensorByteSize(call.inputs[5]) / static_cast<size_t>(job->count);
   }

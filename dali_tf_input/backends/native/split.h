@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "format.h"
-#include "format.h"
 #include "job.h"
 #include "packed.h"
 
@@ -23,7 +22,7 @@ class Split : public Job {
     std::vector<Place> places;
     for (int64_t place = 0; place < count; ++place) {
       const Span& image = images[static_cast<size_t>(place)];
-      const int64_t number = numbers[place], before = image.at - Example(place).at;
+      const int64_t number = positions[place], before = image.at - Example(place).at;
       places.push_back({records->file_of[number], records->extents[2 * number] + kHeader + before, static_cast<int64_t>(image.size())});
     }
     return places;
