@@ -196,6 +196,22 @@ def test_pixels(tmp_path, work):
     compare(spec_of(records, "global", changes.pop("preprocess"), **changes))
 
 
+def test_images_that_are_features(tmp_path):
+    """Each comes with its own bytes, and is made as without them."""
+    images = [jpeg(40, 60, seed=1), progressive(50, 30), jpeg(30, 30, seed=2)] * 2
+    examples = [{"image/encoded": image, "label": 1} for image in images]
+    records = write_indexed(tmp_path / "train", examples)
+    spec = spec_of(records, "global", PLAIN, record_ids=True)
+    with_images = dataclasses.replace(spec, features={"image/encoded": dti.Stored()})
+    made, other = (make_dataset(one, batch_size=3).take(2) for one in (with_images, spec))
+    for (inputs, labels), (plain, _) in zip(made, other, strict=True):
+        np.testing.assert_array_equal(inputs["image"], plain["image"])
+        ids = inputs["record_id"].numpy()
+        assert ids.tolist() == plain["record_id"].numpy().tolist()
+        assert inputs["image/encoded"].numpy().tolist() == [images[record] for record in ids]
+        assert labels.numpy().tolist() == [1] * 3
+
+
 SERIAL = {"num_parallel_calls": 1, "num_parallel_reads": 1, "prefetch_batches": 0}
 OPTIONS = {
     "scaled": TfDataOptions(decode="scaled"),
