@@ -340,7 +340,7 @@ def _prepare_by_tf(
 ) -> Callable[[list[bytes]], tf.Tensor]:
     encoded = tf.TensorSpec((), tf.string)
     decode = options.resolve_decode(resizes_plainly=preprocess.resizes_plainly)
-    if tf_native.decodes(preprocess.crop) and tf_native.uses_native(options.kernel):
+    if tf_native.uses_native(options.kernel) and tf_native.decodes(preprocess.crop):
         prepare = _prepare_one_natively(preprocess, decode=decode)
     else:
         prepare = _prepare_one_by_tf(preprocess, decode=decode)

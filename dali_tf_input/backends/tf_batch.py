@@ -1,9 +1,10 @@
 """The tf.data backend by batch: one operation reads, decodes and preprocesses a batch.
 
-What the operation refuses, TensorFlow finishes image by image. `tf_data` makes single images of
-what cannot be made by batch, see `makes_batches`.
+Images that the operation refuses are made one by one, see `tf_views`. `tf_data` makes single images
+where batches cannot be made, see `makes_batches`.
 """
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -112,9 +113,9 @@ class _BatchMaker:
         self._files = (locations.names, locations.versions, *locations.where)
         view = self._views[0]
         decode = options.resolve_decode(resizes_plainly=view.resizes_plainly)
-        if stream.spec.views:  # of one image, decoded as far as all of them need
-            decode = "full" if options.decode == "full" else "region"
         self._limits = tf_native.limits_of(view, decode=decode)
+        if stream.spec.views:  # of one image, decoded as far as all of them need
+            self._limits = {"whole": options.decode == "full", "maximum": math.inf}
 
     def __call__(
         self,
@@ -152,7 +153,11 @@ class _BatchMaker:
             lambda: (made.images, made.sizes),
             lambda: self._make_refused(made, *given, drawn_there),
         )
-        examples = records if self.needs_images else made.examples
+        examples = made.examples
+        if self.needs_images:
+            # Only after the operation, which refuses what would crash TensorFlow's parser.
+            with tf.control_dependencies([made.examples]):
+                examples = tf.identity(records)
         values = parse_others(examples, spec, from_index)
         for view, name in enumerate(spec.image_views):
             values[name] = self._finish(images[view], uniforms[view], keys, view)

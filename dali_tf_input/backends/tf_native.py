@@ -239,8 +239,8 @@ def inspect(
 
     Args:
       encoded: the image, a scalar string.
-      size: its height and width as it is stored, int32 (2,), if it is a JPEG of which a part is
-        enough; else zeros.
+      size: its height and width as it is stored, int32 (2,), if it is a JPEG that may be decoded in
+        part or at a part of its size; else zeros.
       uniforms: its random numbers, float32 (u,).
       described: what is made of it, from `describe_views`.
 

@@ -19,7 +19,10 @@ _STORED_PIXELS = [4, 1, 0, 0, 0, 0, 0, 0]  # as `tf_native.inspect` says it of a
 
 
 def make_plain(preprocess: Preprocess, *, changes: bool) -> Preprocess:
-    """Returns what makes the image that `normalize_image` takes; if it `changes` before, uint8."""
+    """Returns the preprocessing of an image up to `normalize_image`.
+
+    The image is uint8 if something `changes` it before that, else float32.
+    """
     return dataclasses.replace(
         preprocess,
         mirror_probability=0.0,
@@ -50,8 +53,8 @@ def make_views(
       rows: its rows of augmentation, those of all views one after the other, float32 (r, ROW_SIZE).
       views: what is made of it, with crops that `tf_native.decodes`.
       whole: whether all of a JPEG must be valid, or only the part that is needed.
-      maximum: image pixels per output pixel along each axis from which on a JPEG is decoded at 1/2,
-        1/4 or 1/8 of its size; infinity for never.
+      maximum: if finite, a JPEG is decoded at 1/2, 1/4 or 1/8 of its size where that leaves a pixel
+        for each output pixel.
 
     Returns:
       What `tf_native.finish` returns.

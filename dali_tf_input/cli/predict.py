@@ -44,7 +44,8 @@ def main(arguments: list[str]) -> int:
     predict = model.signatures.get("serving_default") or next(iter(model.signatures.values()))
     (given,) = predict.structured_input_signature[1].values()
     if given.dtype != tf.string:
-        raise InputError(f"{folder} takes {given.dtype.name}, not images: see export_saved_model.")
+        text = f"{folder} takes {given.dtype.name}, not images"
+        raise InputError(f"{text}: see serving.export_saved_model.")
     names_file = os.path.join(folder, "assets.extra", LABELS_NAME)
     names = read_class_names(names_file) if os.path.exists(names_file) else ()
     num_bad = 0

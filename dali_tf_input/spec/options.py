@@ -114,9 +114,10 @@ class TfDataOptions:
         reproduce them; "auto" never chooses it.
       kernel: which operations resize, crop, mirror and normalize. "native" is this package's own
         operation, a single pass over the image, compiled if the package is installed with a C++
-        compiler; on x86-64 with AVX2 it also decodes baseline JPEGs, to the same pixels.
-        "tensorflow" uses TensorFlow's operations. "auto" uses "native" if it is available, else
-        "tensorflow". The pixels are the same except for rounding.
+        compiler; on x86-64 with AVX2 it also decodes baseline JPEGs, to the same pixels. Crop
+        classes of your own it does not know: TensorFlow's operations do their work. "tensorflow"
+        uses TensorFlow's operations. "auto" uses "native" if it is available, else "tensorflow".
+        The pixels are the same except for rounding.
       service: address of a tf.data service, "grpc://host:port", whose workers read, decode and
         preprocess; None does that in this process. For order "buffer": each record is served once
         per epoch, in an order and with crops that no seed can reproduce. If a worker dies,

@@ -105,7 +105,7 @@ def find_vectors(spec: "InputSpec") -> int | None:
 def _rules_of_images(spec: "InputSpec") -> Rules:
     label = spec.label
     if spec.views:
-        yield len(spec.views) > 1, _must("views", "at least two", len(spec.views))
+        yield 2 <= len(spec.views) <= 64, _must("views", "2 to 64", len(spec.views))
         yield spec.preprocess == spec.views[0], "`preprocess` must be the first of `views`."
         is_alone = not (spec.mask or spec.mix)
         yield is_alone, "`views` works without `mask` and `mix` only."

@@ -84,6 +84,12 @@ int main(int, char** arguments) {
     mixing.bottom = mixing.top + below(work.height + 1 - mixing.top), mixing.right = mixing.left + below(work.width + 1 - mixing.left);
     Mix(work, mixing, batch_size, 3, static_cast<size_t>(sizes[work.output]), batch.data());
 
+    // Views from numbers of which some are none, in memory of their very size.
+    std::vector<double> described(static_cast<size_t>(below(40)));
+    for (double& number : described) number = below(4) ? static_cast<double>(1 + below(7)) : odd[below(11)];
+    std::vector<View> views;
+    ReadViews(described.data(), static_cast<int64_t>(described.size()), &views);
+
     // A part of an image of another size, each in memory of its very size.
     View view;
     static_cast<Work&>(view) = work;

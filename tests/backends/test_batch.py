@@ -97,9 +97,7 @@ def compare(spec, options=TF_DATA, *, batch_size=4, **how):
 
 
 def compare_with_tensorflow(spec):
-    """The same, and that TensorFlow's operations alone, image by image, make the same but for
-    rounding.
-    """
+    """Does the same, and compares images that TensorFlow's operations alone make, up to rounding."""
     made = compare(spec)
     others = make_all(spec, TF_DATA, {"batch_size": 4}, kernel="tensorflow")
     for batch, other in zip(made, others, strict=True):
@@ -196,6 +194,17 @@ def test_pixels(tmp_path, work):
     compare(spec_of(records, "global", changes.pop("preprocess"), **changes))
 
 
+def test_many_views(mixtures):
+    """As many as the operations have outputs for."""
+    small = Preprocess.for_training(4)
+    views = (small,) * 64
+    spec = spec_of(mixtures["one"], "global", small, views=views)
+    made = next(iter(make_dataset(spec, batch_size=12)))[0]
+    assert len([name for name in made if name.startswith("image_")]) == 64
+    with refused("`views` must be 2 to 64, got 65"):
+        spec_of(mixtures["one"], "global", small, views=(*views, small))
+
+
 def test_images_that_are_features(tmp_path):
     """Each comes with its own bytes, and is made as without them."""
     images = [jpeg(40, 60, seed=1), progressive(50, 30), jpeg(30, 30, seed=2)] * 2
@@ -210,6 +219,22 @@ def test_images_that_are_features(tmp_path):
         assert ids.tolist() == plain["record_id"].numpy().tolist()
         assert inputs["image/encoded"].numpy().tolist() == [images[record] for record in ids]
         assert labels.numpy().tolist() == [1] * 3
+
+
+def test_a_feature_of_no_message(tmp_path):
+    """A record that would end TensorFlow's parser is refused before it is parsed."""
+    valid = encode_example({"image/encoded": jpeg(20, 30), "label": 1})
+    place = valid.index(b"\xff\xd8\xff") - 2  # the length of the image's bytes
+    examples = [valid] * 3 + [valid[:place] + bytes([valid[place], 0xFA]) + valid[place + 2 :]]
+    with tf.io.TFRecordWriter(str(tmp_path / "train")) as writer:
+        for one in examples:
+            writer.write(one)
+    dti.build_index(tmp_path / "train")
+    records = dti.Records.from_files(tmp_path / "train")
+    with_image = {"image/encoded": dti.Stored()}
+    spec = spec_of(records, "sequential", PLAIN, features=with_image)
+    with pytest.raises(tf.errors.DataLossError, match="not a serialized"):
+        list(make_dataset(spec, batch_size=4))
 
 
 SERIAL = {"num_parallel_calls": 1, "num_parallel_reads": 1, "prefetch_batches": 0}

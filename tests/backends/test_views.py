@@ -70,7 +70,7 @@ def test_as_if_alone(records, decode):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"views": (LARGE,)}, "`views` must be at least two, got 1"),
+        ({"views": (LARGE,)}, "`views` must be 2 to 64, got 1"),
         ({"views": (SMALL, LARGE)}, "`preprocess` must be the first of `views`"),
         (
             {"views": (LARGE, dataclasses.replace(SMALL, apply_orientation=False))},

@@ -19,7 +19,7 @@ constexpr int kFloat = 1, kInt32 = 3, kString = 7, kInt64 = 9;  // TF_FLOAT, TF_
 // The status and the inputs of a call, and its outputs; freed at the end, which reports the status.
 class Call {
  public:
-  static constexpr int kMostInputs = 10, kMostOutputs = 20;
+  static constexpr int kMostInputs = 10, kMostOutputs = 4 + 64;  // the images of at most 64 views, and 4 more
 
   Call(TF_OpKernelContext* context, int count) : context_(context), count_(count), status(TF_NewStatus()) {
     for (int number = 0; number < count && ok(); ++number) TF_GetInput(context, number, &inputs[number], status);

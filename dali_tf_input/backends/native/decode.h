@@ -26,8 +26,9 @@ struct View : Work {
 // Reads what `tf_native.describe_views` writes; returns false if it is anything else.
 inline bool ReadViews(const double* at, int64_t count, std::vector<View>* views) {
   constexpr int kHead = 16;
+  constexpr size_t kMostViews = 64;  // as in spec/rules.py
   while (count > 0) {
-    if (count < kHead) return false;
+    if (count < kHead || views->size() == kMostViews) return false;
     const auto is_in = [at](int place, double low, double high) { return at[place] >= low && at[place] <= high; };
     if (!is_in(0, 1, 65535) || !is_in(1, 1, 65535) || !is_in(2, 0, 3) || !is_in(6, 0, 3)) return false;
     if (!is_in(13, 3, 1e6) || !is_in(14, 0, 1e6) || !is_in(15, 0, kLetterbox)) return false;
@@ -41,8 +42,9 @@ inline bool ReadViews(const double* at, int64_t count, std::vector<View>* views)
     }
     view.num_uniforms = static_cast<int64_t>(at[13]), view.num_rows = static_cast<int64_t>(at[14]);
     view.crop = static_cast<Crop>(static_cast<int>(at[15])), view.numbers = at + kHead;
-    if (view.crop == kLetterbox) view.fill = static_cast<float>(view.numbers[1]);
     const int size = kHead + kNumbers[view.crop];
+    if (count < size) return false;
+    if (view.crop == kLetterbox) view.fill = static_cast<float>(view.numbers[1]);
     at += size, count -= size;
     views->push_back(view);
   }
@@ -60,7 +62,7 @@ struct Picture {
   double maximum = 0;
 };
 
-// How many pixels of an image there are for one of the output's, along the axis with fewer.
+// The number of image pixels per output pixel, along the axis where it is smaller.
 inline double Excess(const Work& work, const Image& image) {
   return std::min(image.extent[0] / work.height, image.extent[1] / work.width);
 }
@@ -77,8 +79,8 @@ inline void Shrink(int ratio, Image* image) {
   for (int axis = 0; axis < 2; ++axis) image->start[axis] /= ratio, image->extent[axis] /= ratio;
 }
 
-// Returns the part of a JPEG that libjpeg is to decode for a view. If it `scales`, the ratio leaves at least one pixel for
-// each of the output's. If the `whole` must be valid, nothing less is decoded at full size.
+// Returns the part of a JPEG that libjpeg is to decode for a view. With `scales` it is at 1/2, 1/4 or 1/8 of its size if that
+// leaves a pixel for each output pixel. With `is_whole` an image at full size is decoded whole, as all of it must be valid.
 inline Part ChoosePart(const View& view, const Image& image, bool is_whole, bool scales) {
   int ratio = 1;
   while (scales && ratio < 8 && Excess(view, image) >= 2 * ratio) ratio *= 2;
@@ -120,8 +122,8 @@ class Decoding {
     return is_made;
   }
 
-  // The same of a part of an image of this size that is decoded: height x width x 3. Returns what is wrong with it, or a
-  // null pointer.
+  // Makes all views of an image of this size from `pixels`, the part of it that was decoded: height x width x 3. Returns
+  // what is wrong, or a null pointer.
   const char* MakeOf(const uint8_t* pixels, const Part& part, const int64_t* size, const std::vector<View>& views, const float* uniforms,
                      const float* rows, char* const* out) {
     if (const char* wrong = FindRegions(views, uniforms, size)) return wrong;
@@ -140,6 +142,7 @@ class Decoding {
       const View& view = views[number];
       Image& image = images_[number];
       image.height = size[0], image.width = size[1], image.orientation = static_cast<int>(size[2]);
+      if (const char* wrong = CheckSides(image)) return wrong;
       FindRegion(view, view.crop, view.numbers, uniforms, view.num_uniforms, &image);
       uniforms += view.num_uniforms;
       if (const char* wrong = Check(view, image)) return wrong;

@@ -39,13 +39,14 @@ struct Work {
   float fill = 0;  // the value of outputs that do not show the image
 };
 
-// What differs from image to image. Height and width are those of the stored image, or of the part of it that is there;
-// the region is in pixels of the image as it is shown, y then x.
+// What differs from image to image. Height and width are those of the stored image, at the size at which it is decoded; the
+// region is in pixels of the image as it is shown, y then x.
 struct Image {
   int64_t height = 0, width = 0;
   int orientation = 1;
   double start[2] = {0, 0}, extent[2] = {0, 0};
-  int shown[2] = {0, 0}, before[2] = {0, 0};  // the outputs that show the region, 0 for all; and those before them
+  // How many output pixels along each axis show the region, or 0 if all do; and how many come before them.
+  int shown[2] = {0, 0}, before[2] = {0, 0};
   bool mirror = false;
 
   int64_t Shown(int axis) const { return (axis == 0) != IsTransposed(orientation) ? height : width; }
@@ -168,7 +169,7 @@ struct Frame {
 
   Taps rows, columns;
   bool is_transposed, is_backward;  // whether rows are columns of the output; whether the first row is its last one
-  int lines_before, pixels_before;  // those that are filled: lines that stand for a row, and pixels of a line
+  int lines_before, pixels_before;  // how many output lines, and pixels of a line, come before the region
 };
 
 typedef float Pixel __attribute__((vector_size(16), aligned(4), may_alias));  // red, green, blue and what follows
@@ -297,8 +298,15 @@ DALI_TF_INPUT_CLONES void FillLine(const Work& work, const Frame& frame, const u
   WriteOutput(row, work, at, out);
 }
 
+// Returns what is wrong with the sides of an image; nullptr if nothing is.
+inline const char* CheckSides(const Image& image) {
+  const bool is_image = std::min(image.height, image.width) >= 1 && std::max(image.height, image.width) <= 1 << 24;
+  return is_image ? nullptr : "an image needs 1 to 16,777,216 pixels each way";
+}
+
 // Returns what is wrong with an image or its region; nullptr if nothing is.
 inline const char* Check(const Work& work, const Image& image) {
+  if (const char* wrong = CheckSides(image)) return wrong;
   const int64_t size[2] = {image.Shown(0), image.Shown(1)};
   int outputs[2] = {work.height, work.width};
   for (int axis = 0; axis < 2; ++axis) {
@@ -309,7 +317,6 @@ inline const char* Check(const Work& work, const Image& image) {
     }
     const double start = image.start[axis], end = start + image.extent[axis];
     const double half = 0.5 * image.extent[axis] / outputs[axis];  // from an edge to the nearest sample
-    if (size[axis] < 1 || size[axis] > 1 << 24) return "an image needs 1 to 16,777,216 pixels each way";
     if (!std::isfinite(start) || !std::isfinite(end)) return "a region must be finite";
     if (work.kernel == kCopy) {
       if (std::abs(start) > 1 << 30) return "a region must be near its image";
