@@ -256,14 +256,15 @@ def test_iterators_in_turn_and_at_once(records):
 EXIT = """
 import os, sys
 from dali_tf_input import *
+from dali_tf_input.backends import dali, tf_data  # once for all
 files, backend, order, count = sys.argv[1:]
-options = DaliOptions(device="cpu") if backend == "dali" else TfDataOptions()
-spec = InputSpec.for_training(files, 16, order=order)
-made = make_dataset(spec, options, batch_size=4, endless=True)
-for _ in range(4 if order == "buffer" else 0):  # chances
+for _ in range(4 if order == "buffer" else 0):  # chances; before TensorFlow has threads
     if not os.fork():
         break
     assert os.wait()[1] == 0
+options = DaliOptions(device="cpu") if backend == "dali" else TfDataOptions()
+spec = InputSpec.for_training(files, 16, order=order)
+made = make_dataset(spec, options, batch_size=4, endless=True)
 iterator, _ = iter(made.prefetch(16) if order == "buffer" else made), iter(made)
 for _ in range(int(count)):
     next(iterator)
