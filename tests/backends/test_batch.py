@@ -97,7 +97,7 @@ def compare(spec, options=TF_DATA, *, batch_size=4, **how):
 
 
 def compare_with_tensorflow(spec):
-    """Does the same, and compares images that TensorFlow's operations alone make, up to rounding."""
+    """Does the same, and compares what TensorFlow's operations alone make, up to rounding."""
     made = compare(spec)
     others = make_all(spec, TF_DATA, {"batch_size": 4}, kernel="tensorflow")
     for batch, other in zip(made, others, strict=True):
