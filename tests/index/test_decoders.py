@@ -151,6 +151,7 @@ def test_what_is_no_good_image_is_named(decoder):
     assert found == {name: tuple(expected) for name, (_, *expected) in zoo.items()}
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # Pillow warns of what is wrong
 def test_what_is_slightly_wrong_has_the_same_pixels_or_is_refused():
     """By changed bytes; in the headers, where kinds, sizes and colors are, as often as elsewhere.
 
