@@ -90,7 +90,7 @@ test: $(DEVELOPED)  ## Run the tests (also: make test-slow, test-nightly, test-g
 	@$(PYTEST) -n 2 $(ARGS)
 
 test-slow: $(DEVELOPED)  ## Run the tests that take long
-	@$(PYTEST) -n 3 -m 'slow and not nightly and not gpu' $(ARGS)
+	@$(PYTEST) -n 2 -m 'slow and not nightly and not gpu' $(ARGS)
 
 test-nightly: $(NIGHTLY)  ## Run all tests, with their whole tables
 	@NIGHTLY=1 $(PYTEST) -n 4 -m 'not gpu and not wheel' $(ARGS)

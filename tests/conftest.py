@@ -23,6 +23,7 @@ from PIL import Image
 
 import dali_tf_input as dti
 from dali_tf_input.cli.command import import_tensorflow
+from dali_tf_input.index import decode
 from dali_tf_input.records.example import encode_example
 from dali_tf_input.records.tfrecord import BadRecord, find_records, frame_record
 
@@ -58,6 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PATH"] = os.pathsep.join(folders)
     if config.getoption("numprocesses", None):
         return  # its workers run the tests: this process needs no TensorFlow
+    decode._IDLE_SECONDS = 3600  # a child that decodes takes seconds to start: all tests share it
     # A shell's background ignores Ctrl-C, and so would the programs that tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # To optimize the graphs of small models and datasets takes longer than to run them: oneDNN's
@@ -84,6 +86,16 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # what was imported need not be looked through after each test
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call():
+    """Hides a test's name from its environment: children start anew when a variable changes."""
+    name = os.environ.pop("PYTEST_CURRENT_TEST")
+    try:
+        return (yield)
+    finally:
+        os.environ["PYTEST_CURRENT_TEST"] = name
 
 
 @pytest.fixture(autouse=True)

@@ -145,8 +145,10 @@ def make_dataset(
             cursor = StepCursor(stream.cursor.step)
             tried = dataclasses.replace(stream, cursor=cursor)
             trial = pack_batches(tried, by_location=by_location)
-    check_pipeline(define(), trial, runs=runs)
-    pipeline = define()  # not built: the dataset keeps it, and needs no more than its definition
+    pipeline = define()
+    check_pipeline(pipeline, trial, runs=runs)
+    if runs:  # it keeps the memory that it ran in, and the dataset needs only its definition
+        pipeline = define()
     arguments = {  # all, as DALIDataset's own defaults would override the pipeline's
         "pipeline": pipeline,
         "batch_size": stream.shard_batch_size,

@@ -62,7 +62,8 @@ class _Packer:
     def __init__(self, stream: Stream, options: TfDataOptions, *, by_location: bool) -> None:
         self._stream, self._options, self._by_location = stream, options, by_location
         self.num_threads = len(os.sched_getaffinity(0))
-        locations = find_locations(stream.spec.records)
+        # Kept, as the reading shares them as long as they exist.
+        self._locations = locations = find_locations(stream.spec.records)
         self._files = (locations.names, locations.versions, *locations.where)
 
     def __call__(
@@ -74,7 +75,7 @@ class _Packer:
     ) -> tf.Tensor:
         """Returns a packed batch; see `reading.MakeBatch`."""
         spec = self._stream.spec
-        packed = self._pack(positions, records, tf.zeros(0, tf.string))
+        packed = self._pack(positions, records, tf.constant([], tf.string))
         batch, images = tf.cond(
             tf.equal(packed.num_refused, 0),
             lambda: (packed.batch, packed.images),
@@ -124,7 +125,8 @@ class _Packer:
         if spec.has_fixed_order and not spec.records.is_remote:
             records = reading.make_read(self._options, *self._files)(positions)
         images = parse_images(records, spec)
-        return self._pack(tf.zeros(0, tf.int64), tf.zeros(0, tf.string), images).batch, images
+        nothing = tf.constant([], tf.int64), tf.constant([], tf.string)
+        return self._pack(*nothing, images).batch, images
 
     def _make_masks(
         self, values: Mapping[str, tf.Tensor], images: tf.Tensor, uniforms: tf.Tensor

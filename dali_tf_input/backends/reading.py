@@ -79,7 +79,7 @@ def map_batches(
         def make_next(keys: tf.Tensor, *given: tf.Tensor) -> Any:
             (positions,) = given
             from_index = locations.gather_outputs(spec, positions)
-            return make(keys, positions, tf.zeros(0, tf.string), from_index)
+            return make(keys, positions, tf.constant([], tf.string), from_index)
 
         batches = list_batches(stream)
     else:
@@ -87,7 +87,7 @@ def map_batches(
         @tf.autograph.experimental.do_not_convert
         def make_next(keys: tf.Tensor, *given: tf.Tensor) -> Any:
             records, *from_index = given
-            return make(keys, tf.zeros(0, tf.int64), records, tuple(from_index))
+            return make(keys, tf.constant([], tf.int64), records, tuple(from_index))
 
         batches = read_records(stream, options)
         batches = batches.batch(stream.shard_batch_size, drop_remainder=spec.repeat)
@@ -112,11 +112,13 @@ def join_epochs(stream: Stream, read_epoch: ReadEpoch) -> tf.data.Dataset:
         return tf.data.Dataset.from_tensors((start, start)).flat_map(read_epoch)
     if stream.endless:
         first_epoch, first_step = divmod(cursor.step, per_epoch)
-        epochs = tf.data.Dataset.range(first_epoch, MAX_EPOCHS)
-        epochs = epochs.map(
-            lambda epoch: (epoch, tf.where(epoch == first_epoch, np.int64(first_step), 0))
-        )
-        return epochs.flat_map(read_epoch)
+
+        @tf.autograph.experimental.do_not_convert
+        def read_later_epoch(epoch: tf.Tensor) -> tf.data.Dataset:
+            is_first = tf.equal(epoch, np.int64(first_epoch))
+            return read_epoch(epoch, tf.where(is_first, np.int64(first_step), np.int64(0)))
+
+        return tf.data.Dataset.range(first_epoch, MAX_EPOCHS).flat_map(read_later_epoch)
     next_epoch = make_callback(lambda: np.int64(cursor.next_epoch(per_epoch)))
 
     @tf.autograph.experimental.do_not_convert

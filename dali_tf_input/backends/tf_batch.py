@@ -129,10 +129,10 @@ class _BatchMaker:
         views = range(len(self._views))
         uniforms = [draw_uniforms(self._stream, keys, view) for view in views]
         rows = [draw_rows(self._stream, keys, view) for view in views]
-        drawn = draw_mix(self._stream, keys[0]) if spec.mix else tf.zeros(0)
+        drawn = draw_mix(self._stream, keys[0]) if spec.mix else tf.constant([])
         # Images are mixed when they are finished, which is not always by the operation.
         mixes_there = self._made[0] is self._views[0]
-        drawn_there = drawn if mixes_there else tf.zeros(0)
+        drawn_there = drawn if mixes_there else tf.constant([])
         given = tf.concat(uniforms, 1), tf.concat(rows, 1)
         made = tf_native.make_batch(
             self._files,

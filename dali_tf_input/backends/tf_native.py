@@ -121,7 +121,7 @@ def paste_images(
 
 def mix(images: tf.Tensor, drawn: tf.Tensor, preprocess: Preprocess) -> tf.Tensor:
     """Mixes the images of a batch in pairs, as `tf_mix.draw_mix` says."""
-    return paste_images(images, images[:0], tf.zeros(0, tf.int64), drawn, preprocess)
+    return paste_images(images, images[:0], tf.constant([], tf.int64), drawn, preprocess)
 
 
 def decodes(crop: Crop) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import python, run
+from commands import python, run, wait_until
 from conftest import (
     bytes_read,
     jpeg,
@@ -750,6 +750,25 @@ def test_records_that_end_the_decoder(tmp_path):
     assert report.summary.records == 12 - len(bad)
     # Only images of the same call are decoded twice.
     assert len((tmp_path / "count").read_text()) <= 12 - len(bad) + 7
+
+
+@pytest.mark.usefixtures("crashing_decoder")
+def test_ctrl_c_while_an_image_hangs(tmp_path):
+    """The process that decodes for this program ends, and the next run starts another."""
+    (first, second), count = numbered_examples(2), tmp_path / "count"
+    second["image/encoded"] += b"hangs"
+    file = write_tfrecord(tmp_path / "train", [first, second])
+    checks = Checks(verify="decode", decoder="dali")
+
+    def interrupt():
+        wait_until(count.exists)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        build_index(file, checks)
+    write_tfrecord(file, [first])
+    assert build_index(file, checks).written == 1
 
 
 def test_odd_names(tmp_path):
