@@ -51,8 +51,10 @@ class Child:
     """A process that calls functions, one at a time (a context manager).
 
     It starts with the first call, and again with the first call after it died. With `idle_seconds`
-    it may be kept for a long time: it ends when it had no call for so long, and another one starts
-    when environment variables have changed, such as credentials.
+    it may be kept for a long time: it ends when it had no call for so long.
+
+    Attributes:
+      started_with: the program's environment variables when it started; none if it is not running.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Child:
     ) -> None:
         self._idle_seconds, self._last_used = idle_seconds, 0.0
         self._environment = environment  # variables that it has besides those of the program
-        self._started_with: dict[str, str] = {}
+        self.started_with: dict[str, str] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection[Any, Any] | None = None
         self._stderr: IO[bytes] | None = None
@@ -98,7 +100,7 @@ class Child:
         """
         if self._idle_seconds is not None and self._connection is not None:
             idle = time.monotonic() - self._last_used
-            if idle > self._idle_seconds / 2 or self._started_with != dict(os.environ):
+            if idle > self._idle_seconds / 2:
                 self.close()
         if self._connection is None:
             self._start()
@@ -156,12 +158,12 @@ class Child:
         if self._memory >= 0:
             os.close(self._memory)
         self._process = self._connection = self._stderr = None
-        self._memory = -1
+        self._memory, self.started_with = -1, {}
 
     def _start(self) -> None:
         if self._is_stopped:
             raise ChildDiedError("it was stopped", "end")
-        self._started_with, self._last_used = dict(os.environ), time.monotonic()
+        self.started_with, self._last_used = dict(os.environ), time.monotonic()
         self._connection, theirs = Pipe()
         command = (sys.executable, "-c", _CODE)
         path = dict.fromkeys([*_PATH, *filter(os.path.isabs, sys.path)])
@@ -254,6 +256,8 @@ def call_apart(version: str, function: Callable[..., Any], *arguments: Any) -> A
         text = f"A worker has dali_tf_input {__version__}, this program {version}"
         raise InputError(f"{text}: install the same version everywhere.")
     child = _idle.pop() if _idle else Child(idle_seconds=_IDLE_SECONDS)
+    if child.started_with != dict(os.environ):  # such as credentials
+        child.close()
     try:
         return child.call(function, *arguments)
     finally:

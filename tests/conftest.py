@@ -348,6 +348,7 @@ def crashing_decoder(tmp_path, monkeypatch):
     monkeypatch.setenv("COUNT", str(tmp_path / "count"))
     monkeypatch.setenv("CODE", CRASHING)
     monkeypatch.setattr("dali_tf_input.processes._CODE", CRASHING)
+    monkeypatch.setattr(decode, "_shared", {})
 
 
 def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:

@@ -81,7 +81,9 @@ def pictures(count, size=SIZE):
 
 
 def draw(program, count):
-    drawing = tf.function(lambda seed: tf_augment.draw_rows(program, seed), [STEPS])
+    drawing = tf.function(
+        lambda seed: tf_augment.draw_rows(program, seed), [STEPS], autograph=False
+    )
     return np.stack([drawing(tf.constant([3, number], tf.int64)) for number in range(count)])
 
 
@@ -96,7 +98,9 @@ def by_native(images, rows, preprocess=PLAIN, *, mirrored=False):
 
 def by_tensorflow(images, rows, program):
     shapes = (tf.TensorSpec(images.shape[1:], tf.uint8), tf.TensorSpec(rows.shape[1:]))
-    apply = tf.function(lambda image, own: tf_augment.apply_rows(image, own, program), shapes)
+    apply = tf.function(
+        lambda image, own: tf_augment.apply_rows(image, own, program), shapes, autograph=False
+    )
     return np.stack([apply(image, own) for image, own in zip(images, rows, strict=True)])
 
 

@@ -95,7 +95,7 @@ def test_readers_agree(name):
     assert inspect(image) in (expected, None)
 
 
-READ = tf.function(tf_orientation.find_orientation)
+READ = tf.function(tf_orientation.find_orientation, autograph=False)
 PLAIN = dti.Preprocess(image_size=(8, 8))
 DESCRIBED = tf_native.describe_views([PLAIN], whole=True, maximum=np.inf)
 

@@ -175,10 +175,10 @@ def test_a_step_is_the_same_wherever_training_starts(classes, work, options):
     same = functools.partial(keras.tree.map_structure, np.testing.assert_array_equal)
     train = dti.load(spec, options, batch_size=8)
     steps = [batch for _ in range(2) for batch in train]
-    for step in (0, 6, 9):
+    for step in at_night([6], [0, 6, 9]):
         same(train.batch_at(step), steps[step])
     assert next(iter(train))[0]["record_id"].numpy().tolist() == train.records_of(10).tolist()
-    for start in (3, 5):
+    for start in at_night([3], [3, 5]):
         later = dti.load(spec, options, batch_size=8, start_step=start)
         same([batch for _ in range(2) for batch in later][: 10 - start], steps[start:])
         shards = [

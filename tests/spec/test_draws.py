@@ -31,8 +31,11 @@ def draw(augmentation, count=DRAWS, size=SIZE):
     """Returns the rows that `count` images get, (count, ops, 13)."""
     program = Program([augmentation], size)
 
-    numbers = tf.data.Dataset.range(count)
-    drawn = numbers.map(lambda number: draw_rows(program, tf.stack([np.int64(7), number])))
+    @tf.autograph.experimental.do_not_convert
+    def draw_for(number):
+        return draw_rows(program, tf.stack([np.int64(7), number]))
+
+    drawn = tf.data.Dataset.range(count).map(draw_for)
     return next(drawn.batch(count).as_numpy_iterator())
 
 

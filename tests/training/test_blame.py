@@ -34,12 +34,13 @@ def photos(tmp_path_factory):
     return records, wrong
 
 
-def make_model(blame, loss=LOSS, strategy=None):
+def make_model(blame, loss=LOSS, strategy=None, *, run_eagerly=True):
     keras.utils.set_random_seed(0)
     layers = [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(16, activation="relu")]
     adam = {"class_name": "adam", "config": {"learning_rate": 0.02}}  # made in the scope
     compiled = {"optimizer": adam, "loss": loss, "metrics": ["accuracy", blame.metric]}
-    how = {"activation": "softmax", "strategy": strategy, "run_eagerly": strategy is None}
+    run_eagerly = run_eagerly and strategy is None  # which is faster for few steps
+    how = {"activation": "softmax", "strategy": strategy, "run_eagerly": run_eagerly}
     return models.make_model(8, 4, *layers, **compiled, **how)
 
 
@@ -49,7 +50,8 @@ def test_mislabeled_photos_are_the_hardest(photos, options, tmp_path):
     records, wrong = photos
     train = dti.load(spec_of(records, "global", PREPROCESS), options, batch_size=32)
     blame = train.blame(tmp_path / "blame", loss=LOSS)
-    history = train.fit(make_model(blame), epochs=8, callbacks=[blame], verbose=0)
+    model = make_model(blame, run_eagerly=False)
+    history = train.fit(model, epochs=8, callbacks=[blame], verbose=0)
     assert len(wrong & {*blame.hardest(50).tolist()}) >= 8
     assert blame.hardest(3).tolist() == np.argsort(-blame.losses)[:3].tolist()
     assert max(history.history["largest_loss"]) > 1
@@ -125,7 +127,7 @@ def test_steps_that_stand_out(photos, tmp_path, caplog):
     records, _ = photos
     train = dti.load(spec_of(records, "global", PREPROCESS), DALI, batch_size=32)
     blame = train.blame(tmp_path, loss=LOSS)
-    model = make_model(blame)
+    model = make_model(blame, run_eagerly=False)
 
     class Spoil(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
