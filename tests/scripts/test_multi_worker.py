@@ -147,7 +147,7 @@ def listens(address):
     return False
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ctrl_c_while_another_worker_is_waited_for(workers, tmp_path):
     """One of two is started: it says what it waits for, and can be ended."""
     (program,), addresses = workers("--epochs=1", which=[1])
@@ -159,7 +159,7 @@ def test_ctrl_c_while_another_worker_is_waited_for(workers, tmp_path):
     assert not [line for line in lines if not line.startswith(IMPORTS)]  # no traceback
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_workers_that_do_not_share_the_folder(workers, tmp_path):
     """One has a state, the other has none: both say so, and nobody trains on."""
     for index, step in enumerate((3, 0)):

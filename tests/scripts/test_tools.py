@@ -16,7 +16,7 @@ from conftest import DALI, SCRIPTS, at_night, numbered_examples, refused, write_
 
 from dali_tf_input import DaliOptions, TfDataOptions
 from support import flags, processes
-from support.throughput import candidates, costs, tuning
+from support.throughput import candidates, costs, tuning, worker
 from support.throughput.candidates import Candidate, CandidateError, Measurer
 
 FILES = "--files=data/sample/train-*"
@@ -351,7 +351,23 @@ def test_a_gpu_check_that_is_stopped(files, tmp_path, number):
         assert result["output"] == "begun\n"
 
 
+@pytest.fixture
+def measured_here(monkeypatch):
+    """Windows are measured in this process; another one imports TensorFlow for each test."""
+    made = {}
+
+    def ask(measurer, task, *, seconds):
+        if measurer not in made:
+            worker.FLAGS(measurer._words[1:])
+            spec = worker._WORK.spec(worker._FILES, "buffer")
+            made[measurer] = worker.Pipelines(spec, worker._WORK.batch_size.value)
+        return json.loads(json.dumps(made[measurer].answer(json.loads(json.dumps(task)))))
+
+    monkeypatch.setattr(Measurer, "ask", ask)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("measured_here")
 @pytest.mark.parametrize("more", at_night([[]], [[], ["--backends=dali_cpu", "--order=buffer"]]))
 def test_stages(sample_folder, tmp_path, more):
     """The table, the plot, the sentence; results of other files are kept."""
@@ -373,6 +389,7 @@ def test_stages(sample_folder, tmp_path, more):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("measured_here")
 @pytest.mark.parametrize("only", at_night(["--only=decode"], ["--only=decode", "--replicas=1"]))
 def test_tune(sample_folder, tmp_path, only):
     """The options are printed as Python, and are in the report."""
