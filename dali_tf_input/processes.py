@@ -68,6 +68,7 @@ class Child:
         self._stderr: IO[bytes] | None = None
         self._memory = -1  # a file in memory, which both processes have open
         self._is_stopped = False
+        self._parent = 0  # the process that started it
 
     def __enter__(self) -> "Child":
         return self
@@ -98,6 +99,8 @@ class Child:
         Raises:
           ChildDiedError: the process died, or did not answer in time and was killed.
         """
+        if self._parent != os.getpid():  # a fork of the program needs one of its own
+            self.close()
         if self._idle_seconds is not None and self._connection is not None:
             idle = time.monotonic() - self._last_used
             if idle > self._idle_seconds / 2:
@@ -144,12 +147,12 @@ class Child:
     def kill(self) -> None:
         """Ends the process, and the call that another thread waits for; no other one starts."""
         self._is_stopped = True
-        if self._process:
-            self._process.kill()
+        if process := self._process:
+            process.kill()
 
     def close(self) -> None:
-        """Ends the process, if there is one."""
-        if self._process:
+        """Ends the process, if there is one; a fork of the program only forgets it."""
+        if self._process and self._parent == os.getpid():
             self._process.kill()
             self._process.wait()
         for stream in (self._connection, self._stderr):
@@ -164,6 +167,7 @@ class Child:
         if self._is_stopped:
             raise ChildDiedError("it was stopped", "end")
         self.started_with, self._last_used = dict(os.environ), time.monotonic()
+        self._parent = os.getpid()
         self._connection, theirs = Pipe()
         command = (sys.executable, "-c", _CODE)
         path = dict.fromkeys([*_PATH, *filter(os.path.isabs, sys.path)])
@@ -180,6 +184,8 @@ class Child:
                 start_new_session=True,  # Ctrl-C reaches the program alone, which ends this process
                 env={**os.environ, **self._environment},
             )
+        if self._is_stopped:  # meanwhile
+            self._process.kill()
 
     def _explain_end(self) -> ChildDiedError:
         """Returns the error for a process that has ended, or is about to."""

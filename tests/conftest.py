@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,6 @@ from PIL import Image
 
 import dali_tf_input as dti
 from dali_tf_input.cli.command import import_tensorflow
-from dali_tf_input.index import decode
 from dali_tf_input.records.example import encode_example
 from dali_tf_input.records.tfrecord import BadRecord, find_records, frame_record
 
@@ -59,7 +59,6 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PATH"] = os.pathsep.join(folders)
     if config.getoption("numprocesses", None):
         return  # its workers run the tests: this process needs no TensorFlow
-    decode._IDLE_SECONDS = 3600  # a child that decodes takes seconds to start: all tests share it
     # A shell's background ignores Ctrl-C, and so would the programs that tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # To optimize the graphs of small models and datasets takes longer than to run them: oneDNN's
@@ -68,6 +67,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if is_plain:
         os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
     tf = import_tensorflow()
+    from dali_tf_input.training import failures  # which imports TensorFlow
+
+    failures._IDLE_SECONDS = 3600  # a child that decodes takes seconds to start: tests share it
     gc.set_threshold(20_000)  # graphs are many objects; the default costs 5% of the time
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": is_plain})
     if on_gpu and os.environ.get("GPU_TESTS_ON") != "cpu":
@@ -96,6 +98,16 @@ def pytest_pyfunc_call():
         return (yield)
     finally:
         os.environ["PYTEST_CURRENT_TEST"] = name
+
+
+@pytest.fixture(autouse=True, scope="session")
+def temporary_files(tmp_path_factory):
+    """Programs that tests kill leave temporary files: where pytest removes old ones."""
+    folder = str(tmp_path_factory.mktemp("tmp"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -348,7 +360,10 @@ def crashing_decoder(tmp_path, monkeypatch):
     monkeypatch.setenv("COUNT", str(tmp_path / "count"))
     monkeypatch.setenv("CODE", CRASHING)
     monkeypatch.setattr("dali_tf_input.processes._CODE", CRASHING)
-    monkeypatch.setattr(decode, "_shared", {})
+    from dali_tf_input.training import failures
+
+    anew = functools.cache(failures._decoding_child.__wrapped__)
+    monkeypatch.setattr(failures, "_decoding_child", anew)
 
 
 def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:

@@ -10,12 +10,13 @@ import threading
 import time
 
 import pytest
-from commands import python, wait_until
-from conftest import TF_DATA, numbered_examples, spec_of, write_indexed, write_tfrecord
+from commands import python, succeeds, wait_until
+from conftest import TF_DATA, numbered_examples, refused, spec_of, write_indexed, write_tfrecord
 
 import dali_tf_input as dti
 from dali_tf_input import __version__, processes
 from dali_tf_input.index.build import IndexFaultsError, IndexReport
+from dali_tf_input.index.decode import DecodingChild
 from dali_tf_input.processes import Child, ChildDiedError, call_apart
 from dali_tf_input.records import contents
 from dali_tf_input.records.checks import InvalidRecord
@@ -50,6 +51,31 @@ def test_a_child_that_dies_is_replaced():
             child.call(time.sleep, 600, seconds=0.1)
         assert caught.value.cause == "timeout"
         assert child.call(os.getpid) != first
+
+
+FORK = """
+import os
+from dali_tf_input.processes import Child
+with Child() as child:
+    first = child.call(os.getpid)
+    if not (fork := os.fork()):
+        other = child.call(os.getpid)
+        child.close()
+        os._exit(other == first)
+    assert os.waitpid(fork, 0)[1] == 0
+    assert child.call(os.getpid) == first
+"""
+
+
+def test_a_fork_has_a_child_of_its_own():
+    """Or each would take the other's answers for its own."""
+    succeeds(python("-c", FORK))
+
+
+def test_a_child_that_does_not_start(monkeypatch):
+    monkeypatch.setattr(processes, "_CODE", "import os; os.abort()")
+    with refused("The process that decodes images does not start: SIGABRT"):
+        DecodingChild(dti.Checks(verify="decode"))
 
 
 PARENT = """

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import importlib.util
 import logging
-import threading
 
 from dali_tf_input.errors import InputError
 from dali_tf_input.processes import Child, ChildDiedError
@@ -12,7 +11,6 @@ from dali_tf_input.records.checks import Checks, Decoder, InvalidRecord, TrialDe
 from dali_tf_input.records.installing import DALI, pip_install
 
 _LONGEST_SECONDS = 900.0  # for one image
-_IDLE_SECONDS = 60.0  # that a shared child waits for the next call
 
 _logger = logging.getLogger("dali_tf_input")
 
@@ -56,17 +54,20 @@ class DecodingChild:
     """A `TrialDecode` function, by `decoder` and `max_pixels` of some checks.
 
     An image that crashes the decoder, or takes longer than a quarter of an hour, is not valid. The
-    next one is decoded by a new process. Several images in one call take less time. Threads may
-    share it; they take turns.
+    next one is decoded by a new process. Several images in one call take less time.
 
     Raises:
-      InputError: a decoder is not installed. That says nothing of the images.
+      InputError: a decoder is not installed, or the process does not start. That says nothing of
+        the images.
     """
 
     def __init__(self, checks: Checks, *, idle_seconds: float | None = None) -> None:
         self._how = (checks.decoder, checks.max_pixels)
-        self._child, self._turn = Child(idle_seconds=idle_seconds), threading.RLock()
-        self._child.call(_prepare, *self._how)
+        self._child = Child(idle_seconds=idle_seconds)
+        try:
+            self._child.call(_prepare, *self._how)
+        except ChildDiedError as error:
+            raise InputError(f"The process that decodes images does not start: {error}.") from error
 
     def __call__(self, encoded: bytes) -> tuple[str, int, int]:
         """Returns format, height and width of an image; raises InvalidRecord."""
@@ -80,8 +81,7 @@ class DecodingChild:
         try:
             results: list[Decoded]
             longest = _LONGEST_SECONDS * max(1, len(images))
-            with self._turn:
-                results = self._child.call(_decode, *self._how, data=images, seconds=longest)
+            results = self._child.call(_decode, *self._how, data=images, seconds=longest)
             return results
         except ChildDiedError as error:
             if error.cause == "end":
@@ -94,36 +94,9 @@ class DecodingChild:
             detail = f"decoding it ended the process: {error}."
             return [InvalidRecord("crashes the decoder", detail)]
 
-    def kill(self) -> None:
-        """Ends the process, and the call that another thread waits for; no other one starts."""
-        self._child.kill()
-
     def close(self) -> None:
         """Ends the process."""
         self._child.close()
-
-
-_shared: dict[tuple[Decoder, int], DecodingChild] = {}
-_sharing = threading.Lock()
-
-
-def share_decoding_child(checks: Checks) -> DecodingChild:
-    """Returns the child of this program for `decoder` and `max_pixels` of some checks.
-
-    It takes seconds to start. After a minute without a call it ends; the next call starts it again.
-    """
-    how = (checks.decoder, checks.max_pixels)
-    with _sharing:
-        if how not in _shared:
-            _shared[how] = DecodingChild(checks, idle_seconds=_IDLE_SECONDS)
-        return _shared[how]
-
-
-def kill_shared_child(checks: Checks) -> None:
-    """Ends that child, and the call that another thread waits for; the next user gets another."""
-    child = _shared.pop((checks.decoder, checks.max_pixels), None)
-    if child:
-        child.kill()
 
 
 @functools.cache

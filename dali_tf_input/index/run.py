@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import tempfile
@@ -13,7 +14,7 @@ from typing import Any, TextIO
 
 from dali_tf_input import __version__
 from dali_tf_input.errors import InputError
-from dali_tf_input.index.decode import kill_shared_child, share_decoding_child
+from dali_tf_input.index.decode import DecodingChild
 from dali_tf_input.index.scan import check_file
 from dali_tf_input.processes import Child, ChildDiedError, call_apart
 from dali_tf_input.records.checks import PIXELS_KEY, Checks
@@ -97,7 +98,7 @@ def check_job(job: Job, tell: Tell, **download: Any) -> Answer:
         return Unreadable(f"{job.file} cannot be read: {getattr(error, 'strerror', error)}")
     checks = job.checks
     decodes = checks.image_key != PIXELS_KEY or checks.mask_key
-    decode = share_decoding_child(checks) if checks.verify == "decode" and decodes else None
+    decode = _decoding_child(checks) if checks.verify == "decode" and decodes else None
     try:
         with contextlib.ExitStack() as stack:
             index = stack.enter_context(open(job.index, "wb"))
@@ -130,16 +131,20 @@ def check_job(job: Job, tell: Tell, **download: Any) -> Answer:
     return entry
 
 
+@functools.lru_cache(1)  # of a process that checks files
+def _decoding_child(checks: Checks) -> DecodingChild:
+    return DecodingChild(checks)
+
+
 def run_jobs(
     jobs: Sequence[Job], num_processes: int | None, on_progress: Tell, *, num_bytes: int
 ) -> Generator[tuple[int, Answer], None, None]:
     """Runs `jobs` in up to `num_processes` processes or threads; None means one per core.
 
     None also means at most one process per 16 MiB, as starting another would take longer. Threads
-    of this process are used if the files have few `num_bytes` in total, at level "decode" a single
-    one; and for objects at level "framing", by default 8, because they mostly wait. At level
-    "decode" each process, and this one, has another one, which decodes. `on_progress` is called
-    from any thread.
+    of this process are used if the files have few `num_bytes` in total, below level "decode"; and
+    for objects at level "framing", by default 8, because they mostly wait. At level "decode" each
+    process has another one, which decodes. `on_progress` is called from any thread.
 
     Yields:
       (number of the job, answer), in the order of completion. If a process is killed, its file is
@@ -154,10 +159,9 @@ def run_jobs(
     local, children, stopped = threading.local(), list[Child](), threading.Event()
     levels = {job.checks.verify for job in jobs}
     waits = levels == {"framing"} and all(job.version for job in jobs)
-    decodes = "decode" in levels
-    in_threads = waits or (num_bytes <= _FEW_BYTES and not (decodes and num_processes))
+    in_threads = waits or ("decode" not in levels and num_bytes <= _FEW_BYTES)
     most = _OBJECTS_AT_ONCE if waits else len(os.sched_getaffinity(0))
-    most = most if in_threads and not decodes else min(most, 1 + num_bytes // _FEW_BYTES)
+    most = most if in_threads else min(most, 1 + num_bytes // _FEW_BYTES)
     at_once = min(num_processes or most, len(jobs))
 
     def check_here(job: Job) -> Answer:
@@ -190,11 +194,6 @@ def run_jobs(
         futures = {pool.submit(work, job): number for number, job in enumerate(jobs)}
         for future in as_completed(futures):
             yield futures[future], future.result()
-    except BaseException:
-        if in_threads:
-            for job in jobs:
-                kill_shared_child(job.checks)
-        raise
     finally:
         stopped.set()
         for child in list(children):

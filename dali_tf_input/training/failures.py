@@ -6,6 +6,7 @@ records of the failed step can be computed, and are then checked one by one.
 
 import contextlib
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from dali_tf_input.errors import InputError
-from dali_tf_input.index.decode import share_decoding_child
+from dali_tf_input.index.decode import DecodingChild
 from dali_tf_input.records.checks import MAX_PIXELS, Checks, Decoder, InvalidRecord, check_record
 from dali_tf_input.records.contents import FileEntry
 from dali_tf_input.records.example import decode_example
@@ -34,6 +35,7 @@ _OF_INPUT = re.compile(
 _NO_COPY = (
     "The input failed: the copy of {} in {} was damaged or removed. Run again, it is then fetched."
 )
+_IDLE_SECONDS = 60.0  # that the process which decodes waits for the next search
 _STEPS_AHEAD = 12  # how far pipelines may have read ahead: queues and `steps_per_execution`
 
 
@@ -260,7 +262,7 @@ class _RecordCheck:
             checks = dataclasses.replace(self._checks, image_key=next(keys, records.image_key))
             features, _ = check_record(data, checks, None)
             self._check_types(features)
-            check_record(data, checks, share_decoding_child(checks))
+            check_record(data, checks, _decoding_child(checks.decoder, checks.max_pixels))
         except InvalidRecord as bad:
             return bad
         return None
@@ -280,6 +282,12 @@ class _RecordCheck:
             if not low <= len(values) <= high or (not kind and low):
                 due = f"{low} to {high} values, found {len(values)}"
                 raise InvalidRecord("feature length", f"`features` '{key}' must be {due}.")
+
+
+@functools.lru_cache(2)  # the next search finds it still there, if it is soon
+def _decoding_child(decoder: Decoder, max_pixels: int) -> DecodingChild:
+    checks = Checks(decoder=decoder, max_pixels=max_pixels)
+    return DecodingChild(checks, idle_seconds=_IDLE_SECONDS)
 
 
 def _features_of(data: bytes) -> Features:
