@@ -24,6 +24,7 @@ from PIL import Image
 
 import dali_tf_input as dti
 from dali_tf_input.cli.command import import_tensorflow
+from dali_tf_input.index import decode, run
 from dali_tf_input.records.example import encode_example
 from dali_tf_input.records.tfrecord import BadRecord, find_records, frame_record
 
@@ -327,6 +328,37 @@ def stored(store, dataset):
     for file in dataset.paths:
         store.put(f"set/{os.path.basename(file)}", Path(file).read_bytes())
     return store
+
+
+class InThisProcess:
+    """Calls functions as a `Child` does, without a process, which takes a second or two to start."""
+
+    def __init__(self, **_):
+        pass
+
+    def call(self, function, *arguments, data=None, on_progress=None, **_):
+        more = {"tell": on_progress} if on_progress else {}
+        return function(*arguments, *([list(data)] if data is not None else []), **more)
+
+    def kill(self):
+        pass
+
+    close = kill
+
+
+@pytest.fixture
+def checked_here(monkeypatch):
+    """Records are checked, and images decoded for that, in this process."""
+    from dali_tf_input.training import failures
+
+    for module in (run, decode):
+        monkeypatch.setattr(module, "Child", InThisProcess)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # as in the process that decodes
+    for cached in (run._decoding_child, failures._decoding_child):
+        cached.cache_clear()
+    yield
+    for cached in (run._decoding_child, failures._decoding_child):
+        cached.cache_clear()
 
 
 CRASHING = """if True:

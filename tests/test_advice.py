@@ -11,7 +11,7 @@ from conftest import TF_DATA, at_night, jpeg, spec_of, write_tfrecord
 
 import dali_tf_input as dti
 
-pytestmark = pytest.mark.usefixtures("one_worker")
+pytestmark = pytest.mark.usefixtures("checked_here")
 COUNT = 300  # so few that one bad record may be skipped
 NAMES = [f"class {number}".encode() for number in range(10)]
 KEY = "image/class/label"

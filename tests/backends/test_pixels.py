@@ -14,6 +14,8 @@ import dali_tf_input as dti
 from dali_tf_input.backends.build import make_dataset
 from dali_tf_input.index.build import IndexFaultsError
 
+pytestmark = pytest.mark.usefixtures("checked_here")
+
 SIZES = [(40, 60), (33, 33), (25, 90), (90, 25), (32, 32), (200, 150)]
 
 

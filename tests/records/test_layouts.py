@@ -7,6 +7,8 @@ from conftest import TF_DATA
 
 import dali_tf_input as dti
 
+pytestmark = pytest.mark.usefixtures("checked_here")
+
 
 @pytest.mark.slow
 def test_tfds(tmp_path):

@@ -4,24 +4,11 @@ from pathlib import Path
 from unittest import mock
 
 from commands import run, succeeds
-from conftest import jpeg, scan_records
+from conftest import InThisProcess, jpeg, scan_records
 
 from dali_tf_input.cli.convert import writer
 from dali_tf_input.records.example import decode_example
 from dali_tf_input.records.tfrecord import read_record
-
-
-class InThisProcess:
-    """Calls functions as a `Child` does, without a process that starts for each conversion."""
-
-    def call(self, function, *arguments, **_):
-        return function(*arguments)
-
-    def kill(self):
-        pass
-
-    close = kill
-
 
 here = mock.patch.object(writer, "Child", InThisProcess)
 

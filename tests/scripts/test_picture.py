@@ -20,6 +20,8 @@ from dali_tf_input.cli.convert.images import (
     convert_mask,
 )
 
+pytestmark = pytest.mark.usefixtures("checked_here")
+
 QUARTERS = np.zeros((200, 300), np.uint8)  # a mask of an upright image
 QUARTERS[:100, :150], QUARTERS[:100, 150:], QUARTERS[100:, :150], QUARTERS[100:, 150:] = 1, 2, 3, 4
 COLORS = np.array([(0, 0, 0), (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)], np.uint8)

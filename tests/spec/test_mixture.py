@@ -238,7 +238,7 @@ def test_other_keys_without_labels_of_the_index(tmp_path, pictures):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("one_worker")
+@pytest.mark.usefixtures("checked_here")
 def test_a_bad_record_with_other_keys_is_named(tmp_path, pictures):
     """With the command for its own set of files, which the next training accepts."""
     examples = numbered_examples(24)

@@ -28,6 +28,8 @@ from dali_tf_input.backends.build import make_dataset
 from dali_tf_input.spec.plan import Plan
 from dali_tf_input.training.load import load
 
+pytestmark = pytest.mark.usefixtures("checked_here")
+
 SMALL = Preprocess.for_training(8)
 
 

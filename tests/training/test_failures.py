@@ -31,7 +31,7 @@ import dali_tf_input as dti
 from dali_tf_input.training import failures
 from dali_tf_input.training.failures import explain, skip_command
 
-pytestmark = pytest.mark.usefixtures("one_worker")
+pytestmark = pytest.mark.usefixtures("checked_here")
 COUNT, FILES = 8, 3
 NUM_CLASSES = COUNT * FILES
 BAD = 13  # of all records: number 5 of the second file

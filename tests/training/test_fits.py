@@ -284,6 +284,7 @@ def test_steps_of_an_evaluation(records):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("checked_here")
 def test_masks_of_more_values_than_outputs(tmp_path, caplog):
     """As the index step counted them; `fit` says that it does not know if it did not."""
     mask = encode(np.full((9, 9), 3, np.uint8))
