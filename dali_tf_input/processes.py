@@ -6,6 +6,7 @@ whatever the program is and has imported, and it ends with the program: its conn
 """
 
 import contextlib
+import fcntl
 import itertools
 import os
 import select
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any, Literal
 
@@ -224,7 +225,9 @@ def serve(descriptor: int, memory: int, idle_seconds: float | None) -> None:
             if has_progress:
                 more["tell"] = lambda *values: connection.send(("progress", values))
             try:
-                answer = ("result", function(*arguments, **more))
+                # One that tells of its progress notices the end by that.
+                with contextlib.nullcontext() if has_progress else _ending_with(connection):
+                    answer = ("result", function(*arguments, **more))
             except ConnectionError:
                 raise
             except Exception as error:
@@ -234,6 +237,24 @@ def serve(descriptor: int, memory: int, idle_seconds: float | None) -> None:
             except (TypeError, AttributeError, ValueError) as error:  # it cannot be pickled
                 connection.send(("error", InputError(f"{answer[1]!r}: {error}")))
     os._exit(0)  # at once: there is nothing to tidy up, and TensorFlow takes its time
+
+
+@contextlib.contextmanager
+def _ending_with(connection: "Connection[Any, Any]") -> Iterator[None]:
+    """Has the kernel end this process, also in C code that hangs, if the other side closes.
+
+    It sends SIGIO then, whose default action that is.
+    """
+    descriptor = connection.fileno()
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_ASYNC)
+    try:
+        if _has_input(connection, 0):  # closed before: nothing else comes during a call
+            raise EOFError
+        yield
+    finally:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
 
 
 _IDLE_SECONDS = 60.0

@@ -331,7 +331,7 @@ def stored(store, dataset):
 
 
 class InThisProcess:
-    """Calls functions as a `Child` does, without a process, which takes a second or two to start."""
+    """Calls functions as a `Child` does, without a process, which takes seconds to start."""
 
     def __init__(self, **_):
         pass

@@ -78,19 +78,33 @@ def test_a_child_that_does_not_start(monkeypatch):
         DecodingChild(dti.Checks(verify="decode"))
 
 
+BUSY = """
+import ctypes
+
+def work(tell):
+    while True:
+        tell()
+
+def hang(file):
+    open(file, "w").close()
+    ctypes.PyDLL(None).sleep(3600)  # with Python's lock, as a decoder may
+"""
 PARENT = """
-import os
-from busy import work
+import os, threading, time
+from busy import hang, work
 from dali_tf_input.processes import Child
-children = [Child(), Child()]
+children = [Child(), Child(), Child()]
 print(*[child.call(os.getpid) for child in children], flush=True)
+threading.Thread(target=children[1].call, args=(hang, "hangs"), daemon=True).start()
+while not os.path.exists("hangs"):
+    time.sleep(0.01)
 children[0].call(work, on_progress=lambda: print("busy", flush=True))
 """
 
 
 def test_children_whose_parent_is_killed_end(tmp_path):
-    """One that waits for a call, and one that tells of its progress."""
-    (tmp_path / "busy.py").write_text("def work(tell):\n    while True:\n        tell()\n")
+    """One that waits for a call, one that tells of its progress, and one that hangs in C code."""
+    (tmp_path / "busy.py").write_text(BUSY)
     command = [sys.executable, "-c", PARENT]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as parent:
         children = parent.stdout.readline().split()

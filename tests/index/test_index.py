@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from commands import python, run, wait_until
 from conftest import (
+    CRASHING,
     bytes_read,
     jpeg,
     numbered_examples,
@@ -753,20 +754,28 @@ def test_records_that_end_the_decoder(tmp_path):
 
 
 @pytest.mark.usefixtures("crashing_decoder")
-def test_ctrl_c_while_an_image_hangs(tmp_path):
-    """The process that decodes for this program ends, and the next run starts another."""
+def test_ctrl_c_while_an_image_hangs(tmp_path, monkeypatch):
+    """The processes end, also the one that hangs, and the next run starts others."""
     (first, second), count = numbered_examples(2), tmp_path / "count"
     second["image/encoded"] += b"hangs"
     file = write_tfrecord(tmp_path / "train", [first, second])
     checks = Checks(verify="decode", decoder="dali")
 
+    code = CRASHING.replace('["CODE"], 2', '["CODE"], 600')  # seconds that an image may take
+    monkeypatch.setenv("CODE", code)
+    monkeypatch.setattr("dali_tf_input.processes._CODE", code)
+    decoding = []
+
     def interrupt():
         wait_until(count.exists)
+        decoding.extend(one for child in children_of(os.getpid()) for one in children_of(child))
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         build_index(file, checks)
+    assert decoding
+    wait_until(lambda: not any(os.path.exists(f"/proc/{process}") for process in decoding))
     write_tfrecord(file, [first])
     assert build_index(file, checks).written == 1
 

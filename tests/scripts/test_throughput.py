@@ -100,8 +100,8 @@ def test_rows_that_are_left_out(files, monkeypatch):
 
 @pytest.mark.slow
 def test_what_was_measured_is_kept(sample_folder, tmp_path):
-    """Without DALI what needs none is measured. After Ctrl-C the rounds so far are shown, and in the
-    file; other data's results stay.
+    """Without DALI what needs none is measured. After Ctrl-C the rounds so far are shown, and
+    are in the file; other data's results stay.
     """
     (tmp_path / "nvidia").mkdir()
     (tmp_path / "nvidia/__init__.py").touch()  # hides the one that DALI is in
