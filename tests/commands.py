@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from conftest import ROOT, SCRIPTS
 
@@ -76,6 +77,12 @@ def fails(process, *parts, bad_records=False):
     assert bad_records or process.stderr.startswith("error: "), process.stderr
     for part in parts:
         assert part in process.stderr
+
+
+def children_of(process):
+    """Returns the processes that one has started, all of its threads."""
+    tasks = Path(f"/proc/{process}/task").glob("*/children")
+    return [child for task in tasks for child in task.read_text().split()]
 
 
 def wait_until(is_true, what="it did not come", seconds=240):

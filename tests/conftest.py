@@ -330,6 +330,12 @@ def stored(store, dataset):
     return store
 
 
+@pytest.fixture
+def no_training(monkeypatch):
+    """What `fit` refuses and warns of comes before it trains."""
+    monkeypatch.setattr("dali_tf_input.training.input.train", lambda *_, **__: None)
+
+
 class InThisProcess:
     """Calls functions as a `Child` does, without a process, which takes seconds to start."""
 
@@ -357,11 +363,10 @@ def checked_here(monkeypatch):
     for module in (run, decode):
         monkeypatch.setattr(module, "Child", InThisProcess)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # as in the process that decodes
-    for cached in (run._decoding_child, failures._decoding_child):
-        cached.cache_clear()
+    for module in (run, failures):
+        anew = functools.lru_cache(1)(module._decoding_child.__wrapped__)
+        monkeypatch.setattr(module, "_decoding_child", anew)
     yield
-    for cached in (run._decoding_child, failures._decoding_child):
-        cached.cache_clear()
 
 
 CRASHING = """if True:

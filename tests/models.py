@@ -5,6 +5,8 @@ import itertools
 
 import keras
 
+import dali_tf_input as dti
+
 FROM_LOGITS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
@@ -34,6 +36,18 @@ def make_model(
 def fit(model, train, epochs=1, **arguments):
     """Trains on what `load` returned; returns the history."""
     return train.fit(model, epochs=epochs, verbose=0, **arguments).history
+
+
+def save_at(step, folder, model, spec, *, batch_size):
+    """Restores what is in a folder, and saves as training would at `step`.
+
+    Returns the step that was there.
+    """
+    resume = dti.Resume(folder)
+    state, arrays = resume.restore(model, spec, batch_size=batch_size)
+    before, state.step = state.step, step
+    resume.save(model, state, arrays)
+    return before
 
 
 class Crash(BaseException):

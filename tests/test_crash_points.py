@@ -4,6 +4,7 @@ ends as if there had been none.
 A few changes of each kind of run are tried, at night many.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -13,15 +14,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import python
 from conftest import at_night, jpeg, numbered_examples, write_dataset, write_tfrecord
 
 from dali_tf_input import Records, build_index
 
 POINTS = at_night(3, 30)
 KILL = """
-import os, signal, sys
-changes, kill_at = 0, int(sys.argv.pop(1))
+import json, os, signal, sys
+changes, kill_at = 0, -1
 
 def watch(name):
     original = getattr(os, name)
@@ -39,13 +39,27 @@ def watch_disk():
     for name in ("replace", "rename", "unlink", "rmdir", "mkdir", "fsync", "utime"):
         watch(name)
 """
+FORK = """
+for line in sys.stdin:  # a process for each run: to import takes longer
+    kill_at, *arguments = json.loads(line)
+    if not os.fork():
+        watch_disk()
+        result = run(*arguments)
+        print(json.dumps([result, changes]), flush=True)
+        os._exit(0)
+    _, status = os.wait()
+    if status:
+        print(json.dumps(os.waitstatus_to_exitcode(status)), flush=True)
+"""
 INDEX = """
 from dali_tf_input import Checks, build_index
 from dali_tf_input.index import build
 checks = Checks(verify="crc")
 build._COMMIT_SECONDS, build._COMMIT_RATIO = 0, 0  # each file by itself
-watch_disk()
-build_index(sys.argv[1], checks, num_processes=1, on_bad="skip", force=True, max_bad_fraction=0.5)
+
+def run(files):
+    how = {"num_processes": 1, "on_bad": "skip", "force": True, "max_bad_fraction": 0.5}
+    build_index(files, checks, **how)
 """
 CONVERT = """
 from dali_tf_input.cli.convert import convert, writer
@@ -61,28 +75,29 @@ class InThisProcess:
     close = kill
 
 writer.Child = InThisProcess  # another process changes nothing, and takes a second to start
-watch_disk()
-assert main(sys.argv[1:]) == 0
+
+def run(*words):
+    with open(os.devnull, "w") as sys.stdout:
+        assert main([*words]) == 0
+    sys.stdout = sys.__stdout__
 """
 COPY = """
 from obstore.store import MemoryStore
 from dali_tf_input.storage import objects
 from dali_tf_input.storage.copies import fetch_copies
-store = MemoryStore()
-objects._store = lambda *_: store
-for number in range(4):
-    store.put(f"set/{number}", bytes([number]) * 100_000)
-listed = objects.find_objects("s3://bucket/set/*")
-watch_disk()
-fetch_copies(listed, sys.argv[1])
+
+def run(folder):
+    store = MemoryStore()
+    objects._store = lambda *_: store
+    for number in range(4):
+        store.put(f"set/{number}", bytes([number]) * 100_000)
+    fetch_copies(objects.find_objects("s3://bucket/set/*"), folder)
 """
 RESUME = """
-import json
 import keras
 from dali_tf_input import InputSpec, Preprocess, Resume, TfDataOptions, load
 
-def fit(files, folder):
-    watch_disk()
+def run(files, folder):
     keras.utils.set_random_seed(0)
     spec = InputSpec.for_training(files, Preprocess(image_size=(8, 8)), order="global")
     layers = [keras.layers.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(12)]
@@ -92,25 +107,32 @@ def fit(files, folder):
     train = load(spec, TfDataOptions(), batch_size=4)
     train.fit(model, epochs=3, resume=Resume(folder, save_every=1), verbose=0)
     return [value.tobytes().hex() for value in model.get_weights()]
-
-for line in sys.stdin:  # a process for each training: to import TensorFlow takes longer
-    kill_at, files, folder = json.loads(line)
-    if not os.fork():
-        print(json.dumps([fit(files, folder), changes]), flush=True)
-        os._exit(0)
-    if os.wait()[1]:
-        print("null", flush=True)
 """
 
 
-def run(program, kill_at, *arguments):
-    """Runs a program that is killed before change `kill_at`; returns its output and changes."""
-    text = f"{KILL}\n{program}\nprint(changes)"
-    process = python("-c", text, kill_at, *arguments)
-    assert process.returncode in (0, -signal.SIGKILL), process.stderr
-    if program is not COPY:  # whose threads may make one folder less
-        assert (process.returncode == 0) == (kill_at < 0), f"no change {kill_at}"
-    return process.stdout.splitlines()
+@contextlib.contextmanager
+def runs_of(program):
+    """Gives a function that runs a program, and kills it before change `kill_at` if that is not -1.
+
+    It returns the program's result and its changes; None if the program was killed.
+    """
+    command = [sys.executable, "-c", f"{KILL}\n{program}\n{FORK}"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
+
+        def run(*arguments, kill_at=-1):
+            print(json.dumps([kill_at, *map(str, arguments)]), file=process.stdin, flush=True)
+            end = json.loads(process.stdout.readline())
+            if end == -signal.SIGKILL:
+                return None
+            assert isinstance(end, list), end
+            if program is not COPY:  # whose threads may make one folder less
+                assert kill_at < 0, f"no change {kill_at}"
+            return end
+
+        yield run
+        process.stdin.close()
+    assert process.returncode == 0
 
 
 def points(num_changes):
@@ -133,19 +155,20 @@ def test_index(tmp_path):
 
     build_index(files)
     old = indexes()
-    (*_, num_changes) = run(INDEX, -1, files)
-    new = indexes()
-    assert new != old
-    for point in points(int(num_changes)):
-        (tmp_path / "index_manifest.json").unlink(missing_ok=True)  # or they stay as deep
-        build_index(files)
-        run(INDEX, point, files)
-        assert all(text in (old[name], new[name]) for name, text in indexes().items())
-        json.loads((tmp_path / "index_manifest.json").read_text())
-        run(INDEX, -1, files)
-        assert indexes() == new
-        assert Records.from_files(files).num_records == 33
-        assert not list(tmp_path.glob(".staging-*"))
+    with runs_of(INDEX) as index:
+        _, num_changes = index(files)
+        new = indexes()
+        assert new != old
+        for point in points(num_changes):
+            (tmp_path / "index_manifest.json").unlink(missing_ok=True)  # or they stay as deep
+            build_index(files)
+            index(files, kill_at=point)
+            assert all(text in (old[name], new[name]) for name, text in indexes().items())
+            json.loads((tmp_path / "index_manifest.json").read_text())
+            index(files)
+            assert indexes() == new
+            assert Records.from_files(files).num_records == 33
+            assert not list(tmp_path.glob(".staging-*"))
 
 
 @pytest.mark.slow
@@ -164,24 +187,24 @@ def test_convert(tmp_path):
         files = sorted(path for path in folder.glob("*-of-*") if path.suffix != ".idx")
         return [path.read_bytes() for path in files]
 
-    def convert(kind, kill_at=-1):
-        return run(CONVERT, kill_at, *command, tmp_path / kind, out)
-
-    convert("old")
-    old = read_set(out)
-    shutil.copytree(out, tmp_path / "before")
-    (*_, num_changes) = convert("new")
-    new = read_set(out)
-    assert new != old
-    for point in points(int(num_changes)):
-        shutil.rmtree(out)
-        shutil.copytree(tmp_path / "before", out)
-        convert("new", point)
-        held = [read_set(path) for path in out.parent.iterdir() if path.name.startswith("photos")]
-        assert old in held or new in held  # also if it was renamed aside
-        convert("new")
-        assert read_set(out) == new
-        assert os.listdir(out.parent) == ["photos"]
+    with runs_of(CONVERT) as convert:
+        convert(*command, tmp_path / "old", out)
+        old = read_set(out)
+        shutil.copytree(out, tmp_path / "before")
+        command += [tmp_path / "new", out]
+        _, num_changes = convert(*command)
+        new = read_set(out)
+        assert new != old
+        for point in points(num_changes):
+            shutil.rmtree(out)
+            shutil.copytree(tmp_path / "before", out)
+            convert(*command, kill_at=point)
+            sets = [path for path in out.parent.iterdir() if path.name.startswith("photos")]
+            held = [*map(read_set, sets)]
+            assert old in held or new in held  # also if it was renamed aside
+            convert(*command)
+            assert read_set(out) == new
+            assert os.listdir(out.parent) == ["photos"]
 
 
 @pytest.mark.slow
@@ -190,36 +213,29 @@ def test_copy(tmp_path):
     (tmp_path / "dali_tf_input").mkdir()
     for mine in ("mine", "dali_tf_input/mine"):
         (tmp_path / mine).write_text("mine")
-    (*_, num_changes) = run(COPY, -1, tmp_path)
-    for point in points(int(num_changes)):
-        for folder in (tmp_path / "dali_tf_input").glob("?" * 20):
-            shutil.rmtree(folder)
-        run(COPY, point, tmp_path)
-        run(COPY, -1, tmp_path)
-        copies = sorted((tmp_path / "dali_tf_input").glob("*/*"), key=lambda path: path.name[-1])
-        assert [path.read_bytes() for path in copies] == [bytes([n]) * 100_000 for n in range(4)]
-        assert (tmp_path / "mine").exists()
-        assert (tmp_path / "dali_tf_input/mine").exists()
+    folder = tmp_path / "dali_tf_input"
+    with runs_of(COPY) as copy:
+        _, num_changes = copy(tmp_path)
+        for point in points(num_changes):
+            for one in folder.glob("?" * 20):
+                shutil.rmtree(one)
+            copy(tmp_path, kill_at=point)
+            copy(tmp_path)
+            copies = sorted(folder.glob("*/*"), key=lambda path: path.name[-1])
+            found = [path.read_bytes() for path in copies]
+            assert found == [bytes([n]) * 100_000 for n in range(4)]
+            assert (tmp_path / "mine").exists()
+            assert (folder / "mine").exists()
 
 
 @pytest.mark.nightly
 def test_resume(tmp_path):
     """Killed, and continued: the weights of the training that was not."""
     write_dataset(tmp_path / "set", [12])
-    command = [sys.executable, "-c", KILL + RESUME, "-1"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes) as process:
-
-        def fit(kill_at, name):
-            """Returns weights and changes; None if the training was killed."""
-            words = [kill_at, f"{tmp_path}/set/train-*-of-?????", f"{tmp_path}/{name}"]
-            print(json.dumps(words), file=process.stdin, flush=True)
-            return json.loads(process.stdout.readline())
-
-        weights, num_changes = fit(-1, "whole")
+    files, killed = f"{tmp_path}/set/train-*-of-?????", tmp_path / "killed"
+    with runs_of(RESUME) as fit:
+        weights, num_changes = fit(files, tmp_path / "whole")
         for point in points(num_changes)[1:]:  # before the first change it has not begun
-            assert fit(point, "killed") is None
-            assert fit(-1, "killed")[0] == weights
-            shutil.rmtree(tmp_path / "killed")
-        process.stdin.close()
-    assert process.returncode == 0
+            assert fit(files, killed, kill_at=point) is None
+            assert fit(files, killed)[0] == weights
+            shutil.rmtree(killed)

@@ -1,6 +1,7 @@
 """Every Python block and every command of the README and the documentation runs.
 
-The one on JAX only where JAX is, as in `make test-nightly`.
+Those that are programs of their own only at night: the one on JAX, which only `make test-nightly`
+installs, and the one for several workers, whose calls test_multi_worker.py makes.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from commands import load, python, succeeds
-from conftest import ROOT, jpeg, make_once
+from conftest import ROOT, at_night, jpeg, make_once
 from PIL import Image
 from stores import BUCKET, ask, free_port, run_server, set_credentials
 
@@ -51,9 +52,9 @@ LEFT = {"README": "runs/1/state.json", "problems": "mistakes.png", "training": "
 ELSEWHERE = ("--dask", "service", "--files=GLOB")  # what needs other machines, or names no files
 # A program of its own: what it sets comes before TensorFlow's first use.
 ALONE = ("MultiWorkerMirroredStrategy", "keras.distribution")
-HAS_JAX = importlib.util.find_spec("jax") is not None  # `make test-nightly` installs it
 
 
+HAS_JAX = importlib.util.find_spec("jax") is not None
 NETWORKS = ("MobileNet", "MobileNetV2", "MobileNetV3Small")
 
 
@@ -155,10 +156,6 @@ def test_a_page_runs(name, folder, page, monkeypatch, capfd):
     run_page(name, folder, page, monkeypatch, capfd)
 
 
-def test_what_is_expected_is_of_pages_that_are_there():
-    assert {*PRINTED, *LEFT} <= {*PAGES}
-
-
 def blocks_of(name):
     return BLOCK.findall(PAGES[name].read_text())
 
@@ -186,7 +183,7 @@ def run_page(name, folder, page, monkeypatch, capfd):
     for pattern in PRINTED.get(name, ()):
         assert re.search(pattern, printed, re.MULTILINE), (pattern, printed)
     assert (page / LEFT.get(name, "")).exists()
-    for block in alone:
+    for block in at_night([], alone):
         if HAS_JAX or "keras.distribution" not in block:
             run_alone(block, page)
 

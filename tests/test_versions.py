@@ -3,10 +3,9 @@
 import json
 import os
 
-import keras
 import pytest
 from conftest import refused, write_dataset
-from models import make_model
+from models import make_model, save_at
 
 import dali_tf_input as dti
 from dali_tf_input import __version__
@@ -91,34 +90,32 @@ def test_a_newer_manifest_is_refused(folder, force):
     assert (folder / "index_manifest.json").read_bytes() == before
 
 
-@pytest.mark.slow
 def test_a_state(tmp_path):
     """One without its release, as the first release wrote it, goes on; a newer one is refused."""
-    records = write_dataset(tmp_path / "set", [6])
+    spec, model = (
+        dti.InputSpec.for_training(write_dataset(tmp_path / "set", [6]), 8),
+        make_model(8, 24),
+    )
 
-    def train(epochs):
-        keras.utils.set_random_seed(0)
-        spec = dti.InputSpec.for_training(records, dti.Preprocess(image_size=(8, 8)))
-        model = make_model(8, 24, keras.layers.Flatten())
-        train = dti.load(spec, dti.TfDataOptions(), batch_size=3)
-        return train.fit(model, epochs=epochs, resume=tmp_path / "run", verbose=0)
+    def train_until(step):
+        return save_at(step, tmp_path / "run", model, spec, batch_size=3)
 
-    train(1)
+    train_until(2)
     path = tmp_path / "run" / "state.json"
     state = json.loads(path.read_text())
     assert (state["version"], state.pop("release")) == (6, __version__)
     del state["sha256"]
     path.write_text(json.dumps(state))
-    assert train(2).epoch == [0, 1]
+    assert train_until(4) == 2
     state = json.loads(path.read_text())
     path.write_text(json.dumps({**state, "version": 7, "release": "0.9.0", "new": 1}))
     before = {entry: entry.read_bytes() for entry in (tmp_path / "run").iterdir()}
     with refused("state.json is of version 7, written by a newer release .*, 0.9.0"):
-        train(3)
+        train_until(6)
     assert {entry: entry.read_bytes() for entry in (tmp_path / "run").iterdir()} == before
     path.write_text(json.dumps({**state, "steps_per_epoch": 3}))
     with refused("it is damaged, as its SHA-256 says"):
-        train(3)
+        train_until(6)
 
 
 def test_a_card(tmp_path):

@@ -277,8 +277,8 @@ WORK = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("changes", at_night(WORK[:1], WORK))
+@pytest.mark.nightly
+@pytest.mark.parametrize("changes", WORK)
 def test_datasets_of_both_backends(records, changes):
     """And of each kernel: the same images, whatever the type and the layout."""
     kinds = [TF_DATA, BY_TF, DALI]

@@ -69,20 +69,26 @@ def test_one_list(name):
 
 
 @pytest.mark.slow
-def test_every_path_takes_accepted_images(tmp_path):
-    """Both backends and prediction make the same of them."""
-    examples = [{"image": image, "label": 0} for image in ACCEPTED.values()]
-    records = write_indexed(tmp_path / "train-0", examples)
-    spec = dti.InputSpec.for_evaluation(records, 16, normalization=None)
-    made = [
-        next(iter(dti.load(spec, options, batch_size=len(examples)).dataset))[0]
+def test_every_path_takes_accepted_images(serve, tmp_path):
+    """Both backends, prediction and an exported model make the same of them, upright."""
+    turned = [save(RGB, "JPEG", exif=exif(number)) for number in range(1, 9)]
+    images = [*ACCEPTED.values(), *turned]
+    records = write_indexed(tmp_path / "train-0", [{"image": one, "label": 0} for one in images])
+    spec = dti.InputSpec.for_evaluation(records, 16)
+    expected, by_tf, by_dali = (
+        next(iter(dti.load(spec, options, batch_size=len(images)).dataset))[0]
         for options in (TF_DATA, BY_TF, DALI)
-    ]
-    for options in (None, DALI):
-        batches = dti.serving.iterate_batches([*ACCEPTED.values()], spec, options, batch_size=16)
-        made += [images for _, images in batches]
-    for other in made[1:]:
-        assert np.abs(np.subtract(other, made[0])).mean() < 1
+    )
+    ((_, predicted),) = dti.serving.iterate_batches(images, spec, batch_size=len(images))
+    ((_, dalis),) = dti.serving.iterate_batches(images, spec, DALI, batch_size=len(images))
+    served = tf.reshape(serve(images)["output_0"], expected.shape)
+    made = {0.5: (by_tf, predicted, served), 8: (by_dali, dalis)}
+    for most, those in made.items():
+        for other in those:
+            difference = 58 * np.abs(other - expected).mean((1, 2, 3))
+            assert difference.mean() < 1
+            assert difference.max() < most
+    assert len({one.numpy().tobytes() for one in expected[-8:]}) == 8
 
 
 @pytest.mark.parametrize("kind", [None, DALI], ids=["tf_data", "dali"])
@@ -95,6 +101,7 @@ def test_prediction_leaves_out_other_images(kind):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("checked_here")
 @table("name, options", [("GIF", TF_DATA), ("clear WebP", DALI)], REFUSED, [TF_DATA, BY_TF, DALI])
 def test_every_path_names_other_images(tmp_path, name, options):
     records = write_indexed(tmp_path / "train-0", [{"image": REFUSED[name], "label": 0}])

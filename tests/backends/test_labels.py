@@ -374,6 +374,7 @@ STOPPING = [name for name, (*_, stops) in BAD.items() if stops]
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("checked_here")
 @pytest.mark.parametrize(
     ("name", "options"), [*zip(at_night(USUALLY, STOPPING), itertools.cycle(EITHER), strict=False)]
 )

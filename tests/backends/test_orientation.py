@@ -4,10 +4,8 @@ import dataclasses
 import io
 import itertools
 
-import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from conftest import DALI, TF_DATA, at_night, encode, exif, jpeg, refused, table, write_indexed
 from PIL import Image
 from test_parity import by_batch, by_dali, by_tensorflow, draw, measure
@@ -146,22 +144,6 @@ def test_images_as_they_are_stored(pairs):
     upright = dataclasses.replace(spec, image_size=(95, 61), apply_orientation=True)
     (whole,) = [batch for _, batch in dti.serving.iterate_batches([image], upright)]
     assert np.abs(whole[0] - np.rot90(plain, -1)).max() < 0.01
-
-
-@pytest.mark.slow
-def test_training_prediction_and_serving_see_the_same(pairs, tmp_path):
-    """Photos of all orientations: evaluation, prediction on both backends, an exported model."""
-    spec = dti.InputSpec.for_evaluation(pairs[0], 24, normalization=None)
-    images = [pairs[0].read(number)["image/encoded"][0] for number in range(24)]
-    seen = next(iter(dti.load(spec, TF_DATA, batch_size=24).dataset))[0].numpy()
-    for options, most in ((TF_DATA, 0.01), (DALI, 8)):
-        ((_, made),) = dti.serving.iterate_batches(images, spec, options)
-        assert np.abs(made.numpy() - seen).mean() < most
-    model = keras.Sequential([keras.layers.Input((24, 24, 3)), keras.layers.Flatten()])
-    dti.serving.export_saved_model(model, spec, tmp_path / "model")
-    serve = tf.saved_model.load(str(tmp_path / "model")).signatures["serving_default"]
-    served = serve(encoded=tf.constant(images))["output_0"].numpy()
-    assert np.abs(served.reshape(seen.shape) - seen).max() < 0.1
 
 
 def test_prediction_refuses_what_it_would_drop(pairs):

@@ -234,16 +234,6 @@ def test_a_gpus_dataset_of_epochs_made_on_the_cpu(records, is_pass, placed):
     assert placed == [False] * 3
 
 
-def test_one_element_is_fetched_for_a_batch(records):
-    """Sample by sample, a dataset on a GPU would call the CPU for each of them."""
-    (spec,) = [
-        pack_batches(
-            Stream(spec=spec_of(records, "global", PLAIN), shard_batch_size=4)
-        ).element_spec
-    ]
-    assert (spec.shape.as_list(), spec.dtype) == ([None, None], tf.uint8)
-
-
 @pytest.mark.slow
 def test_iterators_in_turn_and_at_once(records):
     spec = spec_of(records, "global", PLAIN)

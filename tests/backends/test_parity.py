@@ -13,7 +13,7 @@ import numpy as np
 import nvidia.dali as dali
 import pytest
 import tensorflow as tf
-from conftest import DALI, at_night, encode, jpeg, refused, spec_of, valid_images
+from conftest import at_night, encode, jpeg, refused, spec_of, valid_images
 from nvidia.dali import fn, types
 from PIL import Image
 
@@ -27,7 +27,6 @@ from dali_tf_input import (
     ResizeRandomCrop,
 )
 from dali_tf_input.backends import dali_images, tf_images, tf_native, tf_views
-from dali_tf_input.backends.build import make_dataset
 from dali_tf_input.records.example import encode_example
 from dali_tf_input.serving import make_normalization
 from dali_tf_input.spec.crops import CoverCrop, NoCrop, Uniforms
@@ -473,9 +472,3 @@ def test_one_hot_refuses(dataset):
     for changes, needed in (({"one_hot": True}, "num_classes"), ({"smoothing": 0.1}, "one_hot")):
         with refused(f"needs `{needed}`"):
             ClassLabel(**changes)
-
-
-def test_dali_refuses_bfloat16(dataset):
-    spec = spec_of(dataset, "sequential", dataclasses.replace(RAW, dtype="bfloat16"))
-    with refused("DALI does not support `dtype` 'bfloat16': use 'float32', 'float16', 'uint8', or"):
-        make_dataset(spec, DALI, batch_size=12)

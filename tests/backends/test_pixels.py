@@ -6,7 +6,18 @@ import io
 import numpy as np
 import pytest
 from commands import run
-from conftest import DALI, TF_DATA, at_night, encode, jpeg, spec_of, take, write_indexed
+from conftest import (
+    DALI,
+    TF_DATA,
+    at_night,
+    encode,
+    jpeg,
+    spec_of,
+    take,
+    write_indexed,
+    write_tfrecord,
+)
+from conversions import make
 from PIL import Image
 from test_parity import CROPS
 
@@ -110,16 +121,15 @@ def test_convert_stores_pixels(tmp_path):
         (tmp_path / "photos" / f"class {number}").mkdir(parents=True)
         for name in ("a.jpg", "b.jpg"):
             (tmp_path / "photos" / f"class {number}" / name).write_bytes(jpeg(*size))
-    flags = ["--validation_fraction=0", "--num_files=1", "--num_processes=1"]
-    resized = ["--store=pixels", "--resize_shorter=32"]
-    process = run("convert", *flags, *resized, tmp_path / "photos", tmp_path / "one")
-    assert process.returncode == 0, process.stderr
-    process = run("convert", *flags, "--decoder=dali", tmp_path / "photos", tmp_path / "two")
-    assert process.returncode == 0, process.stderr
-    dti.build_index(tmp_path / "two" / "*-of-*")
-    source = tmp_path / "two" / "*-of-*"
-    process = run("convert", *flags, "--store=pixels", source, tmp_path / "three")
-    assert process.returncode == 0, process.stderr
+    flags = ["--validation_fraction=0", "--num_files=1", "--store=pixels"]
+    make(*flags, "--resize_shorter=32", tmp_path / "photos", tmp_path / "one")
+    sizes = [(40, 60), (30, 20)] * 2
+    examples = [
+        {"image/encoded": jpeg(*size), "image/class/label": n} for n, size in enumerate(sizes)
+    ]
+    source = write_tfrecord(tmp_path / "two", examples)
+    dti.build_index(source)
+    make(*flags, source, tmp_path / "three")
     for folder, shapes in (("one", {(32, 48), (30, 20)}), ("three", {(40, 60), (30, 20)})):
         files = tmp_path / folder / "*-of-*"
         report = dti.build_index(files, dti.Checks(verify="decode", decoder="dali"))

@@ -23,7 +23,7 @@ ALONE = [
         (ResizeRandomCrop(resize=(50, 50)), {"antialias": True, "interpolation": "bicubic"}),
         (RandomCrop(), {"dtype": "uint8"}),
         (CenterCrop(resize_shorter=45), {"layout": "CHW", "dtype": "float16"}),
-        (NoCrop(), {"interpolation": "nearest"}),
+        (NoCrop(), {"augment": (dti.augment.RandAugment(), dti.augment.RandomErasing(p=1.0))}),
     )
 ]
 

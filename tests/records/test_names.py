@@ -334,6 +334,7 @@ def test_a_vocabulary_that_is_not_the_indexes(tmp_path):
     dti.build_index(path, dti.Checks(verify="schema", label=label))
     records = dti.Records.from_files(path)
     assert records.class_names == names
+    assert records.labels.tolist() == [1, 0, 1]
     preprocess = dti.Preprocess.for_evaluation(8)
     other = dti.ClassLabel(key="name", vocabulary=names[::-1])
     spec_of(records, "sequential", preprocess, label=other)  # the records themselves say it

@@ -9,7 +9,7 @@ import time
 import pytest
 from conftest import refused
 
-from support.benchmark import Window, measure, used_cpu_seconds
+from support.benchmark import Window, measure, used_cpu_seconds, used_cpu_seconds_of_all
 
 
 class Clock:
@@ -84,3 +84,14 @@ def test_cpu_time_counts_workers():
     assert used_cpu_seconds() - before > 0.2
     ours.send(None)
     process.join()
+
+
+def test_other_programs_are_counted():
+    """The time that another process has on the cores of this one."""
+    clock, cpu = itertools.count(0.0, 1.0).__next__, itertools.count(0.0, 1.5).__next__
+    for system, others in ((itertools.count(10.0, 1.8).__next__, 0.3), (lambda: None, None)):
+        how = {"seconds": 0.5, "warmup_batches": 0, "clock": clock, "cpu_clock": cpu}
+        found = measure(iter(range(9)), batch_size=1, system_clock=system, **how)
+        assert found.other_cpu_seconds == (others and pytest.approx(others))
+    before = used_cpu_seconds_of_all()
+    assert before is None or before <= used_cpu_seconds_of_all()

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import fails, load, python, run, succeeds, wait_until
+from commands import children_of, fails, load, python, run, succeeds, wait_until
 from conftest import ROOT, SCRIPTS, at_night, jpeg, refused, write_tfrecord
 from rich.cells import cell_len
 from rich.console import Console
@@ -70,11 +70,6 @@ def test_tables_show_what_is_in_them(capsys):
     assert lines[1].split() == ["[bold]", "1", "2", "3"]
 
 
-def find_processes(flag, number):
-    words = ["pgrep", flag, str(number)]
-    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.split()
-
-
 def is_running(process):
     """Whether a process runs, and not only waits for its parent to notice its end."""
     try:
@@ -116,10 +111,10 @@ def test_signals_end_a_command_and_all_that_it_started(sample_folder, tmp_path, 
     children = []
     while not children:
         assert process.poll() is None
-        children = find_processes("-P", process.pid)
+        children = children_of(process.pid)
         time.sleep(0.01)
     time.sleep(1)
-    children = find_processes("-P", process.pid)
+    children = children_of(process.pid)
     (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 128 + number, errors
@@ -135,6 +130,15 @@ def test_output_that_is_closed():
     process = subprocess.run(["bash", "-c", words], capture_output=True, check=False)
     assert process.returncode == 1
     assert process.stderr == b"error: The standard output is closed: > /dev/null discards it.\n"
+
+
+def test_a_reader_that_ends():
+    """What reads the output may end first, as `head` does."""
+    command = [sys.executable, "-m", "dali_tf_input", "index", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.wait() == 1
+        assert process.stderr.read() == b""
 
 
 def test_output_in_ascii(tmp_path):

@@ -210,8 +210,6 @@ def test_odd_images(tmp_path):
             "file": "train-0",
             "record": record,
         }
-    (tmp_path / "labels.txt").write_bytes(b"caf\xe9\n")
-    assert "labels.txt is not UTF-8" in run("explore", f"--files={tmp_path}/train-0").stderr
 
 
 def test_a_record_without_an_image(tmp_path):
@@ -222,15 +220,3 @@ def test_a_record_without_an_image(tmp_path):
     dti.build_index(tmp_path / "train-0")
     process = succeeds(run("explore", f"--files={tmp_path}/train-0"))
     assert ": 1 image cannot be used (image missing): index with --verify" in process.stdout
-
-
-def test_refuses(tmp_path, dataset):
-    for arguments, message in (
-        ([], "error: Name the TFRecord files: --files='path/train-*'"),
-        ([f"--files={tmp_path}/none-*"], "error: "),
-        ([f"--files={dataset.paths[0]}", "--out=page.png"], "error: `out` must end in .html"),
-        ([f"--files={dataset.paths[0]}", "--sample=0"], "error: "),
-    ):
-        process = run("explore", *arguments)
-        assert process.returncode == 1
-        assert message in process.stderr

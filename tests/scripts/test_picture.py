@@ -100,9 +100,8 @@ def test_masks_whose_size_does_not_tell():
         (save(MASK, "JPEG"), "its mask is a JPEG, which may change classes: save it as PNG"),
         (save(MASK, "WEBP", lossless=True), "of mode RGB"),
         (save(MASK.resize((1000, 10)), "PNG"), "1000x10 pixels, and the image 200x300"),
-        (bytes(100), "its mask: cannot identify"),
     ],
-    ids=["jpeg", "webp", "size", "bytes"],
+    ids=["jpeg", "webp", "size"],
 )
 def test_masks_that_do_not_fit(mask, said):
     image = convert_image(photo(), Conversion(decoder="none"))

@@ -5,7 +5,7 @@ import csv
 import keras
 import pytest
 from commands import fails, run
-from conftest import TF_DATA, jpeg, write_indexed
+from conftest import jpeg
 from models import make_model
 
 import dali_tf_input as dti
@@ -38,7 +38,7 @@ def check_table(text, model, photos, names):
 
 
 def test_predict(tmp_path, photos):
-    """The classes have no names; what is no image is named."""
+    """With numbers, or the names of the classes; what is no image is named."""
     model = make_model(8, 3)
     dti.serving.export_saved_model(model, PREPROCESS, tmp_path / "model")
     process = run("predict", "--batch_size=2", tmp_path / "model", photos)
@@ -47,18 +47,9 @@ def test_predict(tmp_path, photos):
     assert first.startswith(f"{photos}/bad.jpg: text: expected an encoded image")
     assert last == "error: 1 image of 6 cannot be decoded, see above"
     check_table(process.stdout, model, photos, "012")
-
-
-@pytest.mark.slow
-def test_names_of_the_training_set(tmp_path, photos):
-    """They are exported with the model that was trained on them."""
-    (tmp_path / "labels.txt").write_text("cat\ndog\nowl\n")
-    examples = [{"image": jpeg(20, 24, seed=n), "label": n % 3} for n in range(6)]
-    records = write_indexed(tmp_path / "train-0", examples, dti.Checks(verify="schema"))
-    train = dti.load(dti.InputSpec.for_training(records, 8), TF_DATA, batch_size=3)
-    model = make_model(8, 3, run_eagerly=True)
-    train.fit(model, verbose=0)
-    dti.serving.export_saved_model(model, PREPROCESS, tmp_path / "model")
+    # As it is exported with a model that was trained on a set of such names.
+    (tmp_path / "model/assets.extra").mkdir()
+    (tmp_path / "model/assets.extra/labels.txt").write_text("cat\ndog\nowl\n")
     out = tmp_path / "table.csv"
     process = run("predict", f"--out={out}", tmp_path / "model", photos / "sub")
     assert (process.returncode, process.stdout) == (0, "")

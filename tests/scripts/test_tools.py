@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import PACKAGE, fails, load, python, run, succeeds, wait_until
+from commands import PACKAGE, children_of, fails, load, python, run, succeeds, wait_until
 from conftest import DALI, SCRIPTS, at_night, numbered_examples, refused, write_tfrecord
 
 from dali_tf_input import DaliOptions, TfDataOptions
@@ -26,6 +26,8 @@ TOOLS = {
     "--stages": "--json={}/out.json",
     "--tune": "--json={}/out.json",
     "preview": "--out={}/out.png",
+    "explore": "--out={}/out.html",
+    "train.py": "--save={}/out.keras",
 }
 
 
@@ -68,6 +70,8 @@ BAD_FLAGS = {
     "compare_throughput.py --order=buffer": "--order is of --stages and --tune",
     "compare_throughput.py --batch_size=8 --backends=x": "`backends` must be of tf_data, dali_gpu",
     "compare_throughput.py --batch_size=8 --backends=dali_gpu": "need an NVIDIA GPU",
+    "explore --out=page.png": "`out` must end in .html",
+    "explore --sample=0": "`sample` must be at least 1, got 0",
     "gpu_check.py": "There is no NVIDIA GPU here",
     "gpu_check.py --parts=all": "`parts` must be of probe, resident",
     "gpu_check.py --rehearse --out=/proc/self/none": "/proc/self/none cannot be",
@@ -268,6 +272,9 @@ def test_a_command_that_takes_too_long(gpu_check, tmp_path, capsys, is_short, st
     assert (result["state"], result["code"], result["output"]) == (state, 7, "begun\n")
     assert result["results"] == read
     assert f"begun\n{state.upper()}: no end within 3 s: " in capsys.readouterr().out
+
+
+def test_a_command_that_crashes(gpu_check):
     result, _ = gpu_check.run(["-c", "import os; print('begun', flush=True); os.abort()"], 60)
     assert (result["state"], result["code"], result["output"]) == ("failed", -6, "begun\n")
 
@@ -337,7 +344,7 @@ def test_a_gpu_check_that_is_stopped(files, tmp_path, number):
     process = subprocess.Popen(words, **pipes)
     for line in iter(process.stdout.readline, "begun\n"):
         assert line
-    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    (child,) = children_of(process.pid)
     process.send_signal(number)
     output, errors = process.communicate(timeout=300)
     wait_until(lambda: not Path(f"/proc/{child}").exists())

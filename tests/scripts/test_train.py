@@ -15,7 +15,7 @@ SAMPLE = ["--files=data/sample/train-*", "--validation_files=data/sample/validat
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", at_night(["dali_cpu"], ["dali_cpu", "tf_data"]))
 def test_train_on_two_replicas_and_resume_on_one(sample_folder, tmp_path, backend):
-    """It learns; what changed is refused, what is done is done."""
+    """It learns; what is done is done."""
     arguments = [*SAMPLE, f"--backend={backend}", "--image_size=48", "--learning_rate=0.005"]
     arguments += [f"--resume={tmp_path}/run", "--save_every=2"]
     process = succeeds(
@@ -37,10 +37,6 @@ def test_train_on_two_replicas_and_resume_on_one(sample_folder, tmp_path, backen
     done = succeeds(go_on("--epochs=6"))
     assert "Epoch " not in done.stdout
     assert "in 6 epochs" in done.stdout
-    fails(go_on("--epochs=7", "--seed=1"), "`seed` was 0, is 1")
-    fails(go_on("--order=buffer"), "--resume needs --order=global, got buffer")
-    said = "belongs to training of another model", ".units` was 8, is 50"
-    fails(go_on("--epochs=7", "--num_classes=50"), *said)
 
 
 @pytest.mark.slow
@@ -57,7 +53,7 @@ def test_the_resnet50_recipe(sample_folder, monkeypatch, capsys, network):
     assert re.search(r"^top-1       \d", capsys.readouterr().out, re.MULTILINE)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_network_of_the_resnet50_recipe():
     model = resnet50_imagenet.make_resnet50(224, 1000)
     assert model.count_params() == 25_610_152  # of torchvision's, with the moving averages
@@ -66,10 +62,10 @@ def test_the_network_of_the_resnet50_recipe():
 REFUSED = {
     "--batch_size=25": "at most the number of records, 24, got 25",
     "--save=model.h5": "`save` must end in .keras, got model.h5",
-    "--save=no/model.keras": "there is no folder no",
     "--save=file/model.keras": "there is no folder file",
     "--label_key=label": "`label.key` 'label' is not in the records, which hold",
     "--save_every=2": "--save_every is for --resume=FOLDER",
+    "--resume=x --order=buffer": "--resume needs --order=global, got buffer",
     "--service=grpc://host:1 --backend=dali_cpu": "--service is for the tf.data backend",
 }
 
@@ -80,15 +76,13 @@ def test_train_refuses(files, tmp_path, flags):
     fails(run("train.py", files, "--num_classes=24", *flags.split(), cwd=tmp_path), REFUSED[flags])
 
 
-def test_train_needs_files_and_classes(dataset):
-    fails(run("train.py"), "Name the TFRecord files: --files='path/train-*'")
-    fails(run("train.py", "--files=none-*"), "No file matches 'none-*'")
+def test_train_needs_classes(dataset):
     process = run("train.py", f"--files={dataset.paths[0]}")
     fails(process, "The number of classes is unknown: there is no")
 
 
 def test_labels_that_do_not_name_all_classes(tmp_path):
-    """Too few of them, or another encoding, are an error before training, not in it."""
+    """Too few of them are an error before training, not in it."""
     file = write_tfrecord(tmp_path / "train", numbered_examples(8))
     assert run("index", file, "--verify=schema").returncode == 0
     arguments = [f"--files={file}", "--epochs=1", "--image_size=8", "--batch_size=4"]
@@ -97,7 +91,3 @@ def test_labels_that_do_not_name_all_classes(tmp_path):
     fails(run("train.py", *arguments), f"There are 2 {said}")
     said = "There are 7 classes by --num_classes, and labels go up to 7"
     fails(run("train.py", *arguments, "--num_classes=7"), said)
-    (tmp_path / "labels.txt").write_text("\n")
-    fails(run("train.py", *arguments), "labels.txt names no label")
-    (tmp_path / "labels.txt").write_bytes(b"\xe9\n" * 8 + b"\n")
-    fails(run("train.py", *arguments), "labels.txt is not UTF-8")

@@ -138,15 +138,15 @@ def test_parts_of_one_set_and_resuming(photos, tmp_path, caplog):
 
     fit(spec, 1)
     assert len(fit(spec, 2).epoch) == 2
+    other = mixture_of({first: 0.5, rest: 0.5})
     with refused("belongs to training on other input: `mixture` was <Mixture: 0.25 of"):
-        fit(mixture_of({first: 0.5, rest: 0.5}), 3)
+        fit(other, 3)
     with caplog.at_level("WARNING", "dali_tf_input"):
-        history = fit(mixture_of({first: 0.5, rest: 0.5}), 4, allow_changed_data=True)
-    assert history.epoch == [0, 1, 2, 3]
-    steps = mixture_of({first: 0.5, rest: 0.5}).plan(4).steps_per_epoch
+        assert len(fit(other, 3, allow_changed_data=True).epoch) == 3
+    steps = other.plan(4).steps_per_epoch
     assert "This is other input than the saved state's: `mixture` was <Mixture: 0.25" in caplog.text
     assert f"resuming at step {2 * steps}, in a new order." in caplog.text
-    fit(mixture_of({first: 0.5, rest: 0.5}), 5)
+    assert len(fit(other, 3).epoch) == 3  # which is done
 
 
 def test_resuming_where_the_folder_was_moved(tmp_path):

@@ -209,7 +209,7 @@ def skipping(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
+@pytest.mark.parametrize("options", at_night([TF_DATA], BACKENDS.values()))
 def test_skipped_records_are_never_served(skipping, options):
     for changes in (
         {"order": "global"},

@@ -45,7 +45,6 @@ def replica(size, num_replicas):
         (step(2, 4), "must be at most 1 in each of 4 shards, as there are 5 records, got 2"),
         (step(1, 6), "must be at most 0 in each of 6 shards, as there are 5 records, got 1"),
         (replica(0, 1), "`batch_size` must be at least 1, got 0"),
-        (replica(7, 2), "multiple of the 2 replicas, got 7: use 6 or 8"),
         (replica(2, 3), "multiple of the 3 replicas, got 2: use 3"),
         (replica(102, 2), "at most the number of records, 100, got 102"),
     ],

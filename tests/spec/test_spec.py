@@ -137,7 +137,7 @@ train, evaluate = (
     )
 )
 cpu, gpu = (functools.partial(dti.DaliOptions, device=device) for device in ("cpu", "gpu"))
-tf_data, area, erase = dti.TfDataOptions, dti.RandomResizedCrop, dti.augment.RandomErasing
+area, erase = dti.RandomResizedCrop, dti.augment.RandomErasing
 
 
 @pytest.mark.parametrize(
@@ -170,8 +170,6 @@ tf_data, area, erase = dti.TfDataOptions, dti.RandomResizedCrop, dti.augment.Ran
         ),
         (cpu, {"read_mode": "plain", "read_ahead": True}, "`read_ahead` is for `read_mode` 'mmap'"),
         (cpu, {"hw_decoder_load": 0.5}, "`hw_decoder_load` is for `device` 'gpu' only, got 0.5"),
-        (tf_data, {"num_parallel_calls": 0}, "`num_parallel_calls` must be at least 1 or AUTOTUNE"),
-        (tf_data, {"prefetch_batches": -2}, "`prefetch_batches` must be at least 0 or AUTOTUNE"),
     ],
 )
 def test_refuses(make, arguments, message):

@@ -2,11 +2,10 @@
 
 import errno
 import os
-import subprocess
-import sys
 import time
 
 import pytest
+from commands import python, succeeds
 from conftest import refused, write_dataset
 from disk import Disk
 
@@ -48,34 +47,21 @@ def test_the_indexes_are_there_before_their_manifest(tmp_path, disk):
     assert disk.calls[-1] == ("sync", str(tmp_path))
 
 
-HOLD = """
-import sys, time
-from dali_tf_input.storage import staging
-staging.platform.node = lambda: sys.argv[2]
-staging.Staging(sys.argv[1], "")
-print("ready", flush=True)
-if sys.argv[3] == "lives":
-    time.sleep(600)
-import os
-os._exit(0)
-"""
-
-
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_what_a_killed_run_left(tmp_path, monkeypatch, has_locks):
-    """It goes, unless it is in use, or it may be in use on another host whose locks are unseen."""
+    """It goes, unless it is in use, or it may be in use on another host whose locks are unseen.
+
+    A lock is of an open file, not of a process: those of one that was killed are closed.
+    """
     hosts = ["here", "there", "here", "there"]
-    states = ["lives", "lives", "dead", "dead"]
-    processes, names = [], []
-    for host, state in zip(hosts, states, strict=True):
-        words = [sys.executable, "-c", HOLD, str(tmp_path), host, state]
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-        processes.append(process)
-        assert process.stdout.readline() == "ready\n"
-        if state == "dead":
-            process.wait()
+    held, names = [], []
+    for number, host in enumerate(hosts):
+        monkeypatch.setattr(staging.platform, "node", lambda host=host: host)
+        held.append(Staging(str(tmp_path), ""))
         (new,) = {*os.listdir(tmp_path)} - {*names}
         names.append(new)
+        if number >= 2:
+            os.close(held[-1]._lock)
     monkeypatch.setattr(staging.platform, "node", lambda: "here")
     if not has_locks:  # as if each host had its own
         flock = staging._flock
@@ -88,16 +74,12 @@ def test_what_a_killed_run_left(tmp_path, monkeypatch, has_locks):
                 or flock(descriptor, operation)
             ),
         )
-    try:
-        with Staging(str(tmp_path), ""):
-            assert {*names} & {*os.listdir(tmp_path)} == {names[0], names[1], names[3]}
-        old = time.time() - 40 * 24 * 3600
-        os.utime(tmp_path / names[3], (old, old))
-        with Staging(str(tmp_path), ""):
-            assert {*names} & {*os.listdir(tmp_path)} == {names[0], names[1]}
-    finally:
-        for process in processes:
-            process.kill(), process.wait(), process.stdout.close()
+    with Staging(str(tmp_path), ""):
+        assert {*names} & {*os.listdir(tmp_path)} == {names[0], names[1], names[3]}
+    old = time.time() - 40 * 24 * 3600
+    os.utime(tmp_path / names[3], (old, old))
+    with Staging(str(tmp_path), ""):
+        assert {*names} & {*os.listdir(tmp_path)} == {names[0], names[1]}
 
 
 @pytest.fixture
@@ -149,8 +131,6 @@ def test_without_a_cache_folder(tmp_path, monkeypatch, cache):
 def test_the_temporary_folder_goes(tmp_path):
     words = "from dali_tf_input.storage.staging import private_folder as f; print(f())"
     environment = {**os.environ, "XDG_CACHE_HOME": "relative", "TMPDIR": str(tmp_path)}
-    process = subprocess.run(
-        [sys.executable, "-c", words], env=environment, capture_output=True, text=True, check=True
-    )
+    process = succeeds(python("-c", words, env=environment))
     assert process.stdout.startswith(f"{tmp_path}/dali_tf_input-")
     assert os.listdir(tmp_path) == []

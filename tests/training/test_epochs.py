@@ -185,7 +185,7 @@ def test_two_iterators_at_once_and_one_that_is_dropped(dataset, options, order):
 
 
 @pytest.mark.slow
-@ways(("global", DALI), ("sequential", DALI))
+@ways(("global", DALI))
 def test_repeat_and_endless_are_the_epochs_in_turn(dataset, options, order):
     spec = make_spec(dataset, order)
     epochs = make_dataset(spec, options, batch_size=BATCH)

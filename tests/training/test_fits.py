@@ -190,11 +190,12 @@ def test_what_fits(records, model, fields):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_training")
 def test_what_an_export_does_not_do_is_said(records, tmp_path, caplog):
     spec, model = dti.InputSpec.for_training(records, 8), make()
     for decode, is_said in (("scaled", True), ("full", False)):
         options = dti.TfDataOptions(decode=decode)
-        dti.load(spec, options, batch_size=2).fit(model, steps_per_epoch=1, verbose=0)
+        dti.load(spec, options, batch_size=2).fit(model, verbose=0)
         dti.serving.export_saved_model(model, dti.Preprocess.for_evaluation(8), tmp_path / decode)
         assert ("decode='scaled', which an exported model does not do" in caplog.text) == is_said
         caplog.clear()
@@ -237,8 +238,7 @@ def test_a_model_that_needs_no_labels_is_validated(records):
     assert valid.evaluate(model, verbose=0)["loss"] > 0
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*from_logits=True")  # Keras's own word, too
+@pytest.mark.usefixtures("no_training")
 def test_doubts(records, caplog):
     """What is likely not meant, but may be, is a warning."""
     load(records).fit(make(activation=None), verbose=0)
@@ -283,8 +283,7 @@ def test_steps_of_an_evaluation(records):
             train.fit(model, validation=valid, validation_steps=steps, verbose=0)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("checked_here")
+@pytest.mark.usefixtures("checked_here", "no_training")
 def test_masks_of_more_values_than_outputs(tmp_path, caplog):
     """As the index step counted them; `fit` says that it does not know if it did not."""
     mask = encode(np.full((9, 9), 3, np.uint8))

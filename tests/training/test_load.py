@@ -11,7 +11,16 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import DALI, TF_DATA, backends, numbered_examples, refused, table, write_tfrecord
+from conftest import (
+    DALI,
+    TF_DATA,
+    at_night,
+    backends,
+    numbered_examples,
+    refused,
+    table,
+    write_tfrecord,
+)
 from conftest import spec_of as make_spec
 from models import FROM_LOGITS, make_model
 
@@ -74,7 +83,7 @@ def test_an_epoch_is_every_record_once(dataset, options, make_strategy):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @table("options, make_strategy", [(DALI, mirrored)], [DALI, TF_DATA], STRATEGIES)
 def test_iterators_come_and_go(dataset, options, make_strategy):
     """TensorFlow's MultiDeviceIterator over a DALIDataset ends the process when dropped."""
@@ -86,6 +95,9 @@ def test_iterators_come_and_go(dataset, options, make_strategy):
             next(iterator)
             del iterator
             gc.collect()
+
+
+KINDS = ["usual", "unfrozen", "named output", "own step"]
 
 
 class OwnStep(keras.Model):
@@ -130,7 +142,7 @@ def train_small(kind, train, loss):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["usual", "unfrozen", "named output", "own step"])
+@pytest.mark.parametrize("kind", at_night(KINDS[1:], KINDS))
 def test_fit_trains_as_keras_does(dataset, kind):
     spec = make_spec(dataset, "global", Preprocess.for_training(8), class_weight={3: 2.0})
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

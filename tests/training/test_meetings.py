@@ -5,7 +5,7 @@ import dataclasses
 import keras
 import pytest
 from conftest import DALI, encode, jpeg, refused, write_indexed
-from models import FROM_LOGITS, make_model
+from models import FROM_LOGITS, make_model, save_at
 from PIL import Image
 
 import dali_tf_input as dti
@@ -96,8 +96,8 @@ def test_what_may_differ(sets, fields):
     check_agreement(training, valid, ("Training", "validation"))
 
 
-@pytest.mark.slow
-def test_what_agrees_trains(sets):
+@pytest.mark.usefixtures("no_training")
+def test_values_that_agree(sets):
     """Values are compared: without mean and deviation, integers are the same as floats."""
     model = fit(sets, load(sets, dtype="uint8"), of_training={"normalization": None})
     load(sets, normalization=None).evaluate(model, verbose=0)
@@ -105,6 +105,7 @@ def test_what_agrees_trains(sets):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_training")
 def test_what_a_model_was_trained_on(sets, tmp_path):
     """Its evaluation, prediction and export are compared with it; a model from elsewhere is not."""
     model, other = fit(sets, None), load(sets, "other")
@@ -144,29 +145,27 @@ def test_names_of_what_is_served(sets):
     assert load(sets, "unnamed").spec.class_names is None
 
 
-@pytest.mark.slow
 def test_a_set_whose_names_changed_is_not_resumed(tmp_path):
     """Names that were not known before, or that are new, do not matter."""
     records = write(tmp_path / "set", "")
-    model = make_model(8, 3, run_eagerly=True)
-    folder = tmp_path / "state"
+    model = make_model(8, 3)
 
-    def train(epochs):
+    def train_until(step):
         spec = dti.InputSpec.for_training(dti.Records.from_files(records.paths), 8)
-        dti.load(spec, DALI, batch_size=3).fit(model, epochs=epochs, resume=folder, verbose=0)
+        return save_at(step, tmp_path / "state", model, spec, batch_size=3)
 
-    train(1)
+    assert train_until(2) == 0
     names = tmp_path / "set" / "labels.txt"
     names.write_text("a\nb\nc\n")
-    train(2)
+    assert train_until(4) == 2
     names.write_text("a\nb\nc\nd\n")
-    train(3)
+    assert train_until(6) == 4
     names.write_text("b\na\nc\n")
     with refused("belongs to training on other input: `class_names` was .'a', 'b', 'c'"):
-        train(4)
+        train_until(8)
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("no_training")
 def test_records_of_both(sets, caplog):
     """That is a warning: a model that learns its validation set by heart is a usual first trial."""
     fit(sets, load(sets))
@@ -191,11 +190,11 @@ def doubts_of(caplog, sets, *layers, which="named", outputs=3, valid=None, **tra
     train = load(sets, which, training=True, **training)
     loss = "mse" if valid else FROM_LOGITS
     model = make_model(8, outputs, *layers, loss=loss, run_eagerly=True)
-    train.fit(model, validation=valid, verbose=0, steps_per_epoch=1)
+    train.fit(model, validation=valid, verbose=0)
     return caplog.text
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("no_training")
 def test_what_is_likely_not_meant(sets, caplog):
     """Warnings: more outputs than names, pixels that are scaled twice, smoothed validation."""
     layers = keras.layers.Rescaling(1 / 255), keras.layers.Flatten()

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -18,6 +19,7 @@ from models import Crash, make_model, stop_at
 
 from dali_tf_input import Checks, Preprocess, ResizeRandomCrop, Resume, TfDataOptions, load
 from dali_tf_input.storage.staging import Staging
+from dali_tf_input.training import resume as writing
 from dali_tf_input.training.schedule import describe_function
 
 # Its fields are named, as losses that fall for two epochs depend on the pixels.
@@ -282,20 +284,6 @@ def test_more_epochs_later(records, whole, tmp_path):
     assert again.history == whole[1].history
 
 
-@pytest.mark.slow
-def test_one_callback_and_one_folder(records, tmp_path):
-    """No list is needed, and text names the folder; initial_epoch counts where nothing is saved."""
-    stop = keras.callbacks.TerminateOnNaN()
-    given = {"resume": str(tmp_path), "callbacks": stop, "verbose": 0}
-
-    def train(epochs, first):
-        model = make_network()
-        return feed(records).fit(model, epochs=epochs, initial_epoch=first, **given).epoch
-
-    assert train(2, 1) == [1]
-    assert train(3, 0) == [1, 2]
-
-
 def save_state(records, folder, **changes):
     """Saves the state of a training of one epoch."""
     train = feed(records, **changes)
@@ -366,14 +354,17 @@ def test_a_damaged_state_is_refused(records, saved):
 
 @pytest.mark.slow
 def test_interrupted_and_resumed_in_one_process(records, tmp_path):
-    """As in a notebook: steps after the saved state are done again, none is lost."""
+    """As in a notebook: steps after the saved state are done again, none is lost.
+
+    A callback needs no list, and `initial_epoch` counts where nothing is saved.
+    """
     model, resume = make_network(), Resume(tmp_path, save_every=3)
-    given = {"epochs": 2, "resume": resume, "verbose": 0}
+    given = {"epochs": 3, "resume": resume, "verbose": 0}
     train = feed(records)
     with pytest.raises(KeyboardInterrupt):
-        train.fit(model, callbacks=[stop_at(5)], **given)
+        train.fit(model, callbacks=stop_at(5), initial_epoch=1, **given)
     assert int(model.optimizer.iterations) == 5
-    assert train.fit(model, **given).epoch == [0, 1]
+    assert train.fit(model, **given).epoch == [1, 2]
     assert int(model.optimizer.iterations) == 8
 
 
@@ -476,28 +467,11 @@ def test_every_file_is_checked(records, saved, name):
     assert train.fit(make_network(), resume=str(saved), verbose=0).epoch == [0]  # it is done
 
 
-@pytest.mark.slow
-def test_a_disk_that_is_full(records, saved, monkeypatch):
-    """The state before stays, and nothing half-written beside it."""
-    model, train = make_network(), feed(records)
-    before = sorted(os.listdir(saved))
-
-    def fill(path, overwrite):
-        with open(path, "w") as stream:
-            stream.write("half")
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(model, "save_weights", fill)
-        with refused(r"The state of training cannot be saved in .*: .*No space left on device"):
-            train.fit(model, epochs=2, resume=str(saved), verbose=0)
-    assert sorted(os.listdir(saved)) == before
-    # There is space again.
-    assert train.fit(model, epochs=2, resume=str(saved), verbose=0).epoch == [0, 1]
-
-
 def test_a_step_that_is_saved_again(records, tmp_path, monkeypatch):
-    """As in a loop of one's own: the state before stays whole until the new one is."""
+    """As in a loop of one's own: the state before stays whole until the new one is.
+
+    On a disk that is full, nothing half-written is left beside it.
+    """
     model, spec = make_network(), feed(records).spec
     model.optimizer.build(model.trainable_variables)
     resume = Resume(tmp_path)
@@ -507,13 +481,16 @@ def test_a_step_that_is_saved_again(records, tmp_path, monkeypatch):
     saved = [weight.copy() for weight in model.get_weights()]
     model.set_weights([weight + 1 for weight in saved])
 
-    def fill(path, text):
+    def fill(path, *_, **__):
+        Path(path if path.endswith("h5") else f"{path}.new").write_text("half")
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch:
-        patch.setattr("dali_tf_input.training.resume.write_whole", fill)
-        with refused("No space left on device. The previous state remains"):
-            resume.save(model, state)
+    for owner, name in ((model, "save_weights"), (writing, "write_whole")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fill)
+            with refused("cannot be saved in .*: .*No space left on device. The previous state re"):
+                resume.save(model, state)
+        assert not [name for name in os.listdir(tmp_path) if re.search(r"partial|\.new", name)]
     again = make_network()
     Resume(tmp_path).restore(again, spec, batch_size=BATCH)
     for one, two in zip(saved, again.get_weights(), strict=True):
@@ -537,10 +514,20 @@ def test_records_in_another_order_are_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_loss_of_power(records, tmp_path, monkeypatch):
-    """Weights are on the disk before the state that names them, and it before older ones go."""
+def test_a_loss_of_power_and_two_trainings_in_one_folder(records, whole, tmp_path, monkeypatch):
+    """Weights are on the disk before the state that names them, and it before older ones go.
+
+    A second training is refused while the first one runs, and changes nothing.
+    """
+
+    def train_too(batch, logs):
+        with refused(f"Another training that runs now keeps its state in {tmp_path}/run: wait"):
+            train.fit(network, resume=str(tmp_path / "run"), verbose=0)
+
+    train, network = feed(records, batch_size=BATCH), make_network()
     disk = Disk(monkeypatch)
-    run(records, tmp_path, epochs=2)
+    first = [keras.callbacks.LambdaCallback(on_train_batch_end=train_too)]
+    assert_same(whole, run(records, tmp_path, first=first))
     disk.check_is_before(".weights.h5", "state.json")
     calls = [(what, os.path.basename(path)) for what, path in disk.calls]
     removed = next(
@@ -554,20 +541,6 @@ def test_a_folder_in_place_of_the_lock(records, tmp_path):
     (tmp_path / ".lock").mkdir()
     with refused(r"\.lock cannot be locked: Is a directory. Remove it"):
         feed(records).fit(make_network(), verbose=0, resume=tmp_path)
-
-
-@pytest.mark.slow
-def test_two_trainings_in_one_folder(records, tmp_path):
-    """The second one is refused while the first one runs, and changes nothing."""
-
-    def train_too(batch, logs):
-        with refused(f"Another training that runs now keeps its state in {tmp_path}/run: wait"):
-            train.fit(network, resume=str(tmp_path / "run"), verbose=0)
-
-    train, network = feed(records, batch_size=BATCH), make_network()
-    whole = run(records, tmp_path / "alone", epochs=1)
-    first = [keras.callbacks.LambdaCallback(on_train_batch_end=train_too)]
-    assert_same(whole, run(records, tmp_path, epochs=1, first=first))
 
 
 def test_the_folder_takes_other_files_while_training_holds_it(tmp_path):

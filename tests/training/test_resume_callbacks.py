@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 from conftest import TF_DATA, at_night, refused, spec_of, write_dataset
-from models import Crash, make_model, stop_at
+from models import Crash, make_model, save_at, stop_at
 
 from dali_tf_input import DaliOptions, Preprocess, Resume, load
 
@@ -118,6 +118,11 @@ def fit(records, model, folder=None, *, stops=None, **how):
     return train.fit(model, **{"epochs": EPOCHS, "verbose": 0, "resume": resume, **how})
 
 
+def save(records, model, folder, step):
+    spec = spec_of(records, "global", Preprocess.for_training(8))
+    return save_at(step, folder, model, spec, batch_size=4)
+
+
 def find_public(callback):
     """Returns the public attributes of a callback that are values."""
     kinds = (bool, int, float, str, list, dict, np.ndarray, type(None))
@@ -163,7 +168,6 @@ def run_whole_and_in_parts(records, folder, case, crashes, **how):
     [
         # Each count is of the run that crashes.
         ("all together", [MID_EPOCH, ("on_epoch_begin", 2)]),
-        ("loss scale", [MID_EPOCH]),
         *at_night([], itertools.product(CASES, [[MID_EPOCH], [EPOCH_BEGIN]])),
     ],
 )
@@ -264,7 +268,6 @@ def test_what_is_compiled_otherwise_is_refused(records, saved):
             fit(records, model, saved)
 
 
-@pytest.mark.slow
 def test_layers_that_are_connected_otherwise_are_refused(records, tmp_path):
     def connected(*, swapped):
         keras.utils.set_random_seed(0)
@@ -276,28 +279,28 @@ def test_layers_that_are_connected_otherwise_are_refused(records, tmp_path):
         model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
         return model
 
-    fit(records, connected(swapped=False), tmp_path, epochs=1)
-    fit(records, connected(swapped=False), tmp_path, epochs=2)
+    for step in (3, 6):
+        save(records, connected(swapped=False), tmp_path, step)
     with refused(
         r"of another model, .*: `model 0, inputs of layer 4` was \['layer 2', 'layer 3'\], is"
     ):
-        fit(records, connected(swapped=True), tmp_path, epochs=3)
+        save(records, connected(swapped=True), tmp_path, 9)
 
 
 @pytest.mark.slow
 def test_other_metrics(records, tmp_path, caplog):
     """At the end of an epoch they are named; in the middle of one they are refused."""
     changed = {"metrics": ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2)]}
-    with pytest.raises(Crash):
-        fit(records, make_network(), tmp_path, stops=("on_train_batch_end", 5))
+    save(records, make_network(), tmp_path, 5)
     with refused(
         r"`metrics` was \['accuracy'\], is \['accuracy', 'SparseTopK.*\. It is in the middle of an epoch"
     ):
-        fit(records, make_network(**changed), tmp_path)
-    fit(records, make_network(), tmp_path, epochs=2)
+        save(records, make_network(**changed), tmp_path, 6)
+    shutil.rmtree(tmp_path)
+    fit(records, make_network(), tmp_path, epochs=1)
     history = fit(records, make_network(**changed), tmp_path)
     assert "training goes on, and `metrics` was ['accuracy']" in caplog.text
-    assert len(history.history["sparse_top_k_categorical_accuracy"]) == 2
+    assert len(history.history["sparse_top_k_categorical_accuracy"]) == EPOCHS - 1
 
 
 @pytest.mark.slow
@@ -363,7 +366,7 @@ def test_an_epoch_that_a_callback_cut_short(records, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("terminates", [False, True])
+@pytest.mark.parametrize("terminates", at_night([False], [False, True]))
 def test_weights_that_are_not_finite_are_not_saved(records, tmp_path, caplog, terminates):
     """The last good state remains, and another learning rate goes on from there."""
 

@@ -1,10 +1,12 @@
 """What tests of `convert` share: photos, conversions in this process, and what they wrote."""
 
+import io
 from pathlib import Path
 from unittest import mock
 
 from commands import run, succeeds
 from conftest import InThisProcess, jpeg, scan_records
+from PIL import Image
 
 from dali_tf_input.cli.convert import writer
 from dali_tf_input.records.example import decode_example
@@ -55,10 +57,14 @@ def images(folder, split):
     return {record["image/encoded"] for record in read(folder, split)}
 
 
-def set_bytes(folder):
-    """Returns the files of a set, but for its indexes and the one that has its folder's name."""
-    paths = (path for path in Path(folder).iterdir() if path.suffix != ".idx")
-    return {path.name: path.read_bytes() for path in paths if path.name != "dataset_info.json"}
+def set_bytes(folder, *, indexes=False):
+    """Returns the files of a set, but for the one that has its folder's name."""
+    paths = (path for path in Path(folder).iterdir() if path.name != "dataset_info.json")
+    return {path.name: path.read_bytes() for path in paths if indexes or path.suffix != ".idx"}
+
+
+def opened(encoded):
+    return Image.open(io.BytesIO(encoded))
 
 
 def photo(path, seed, height=12, width=14):
