@@ -85,9 +85,12 @@ def _paste(
     enlarged = Image.Resampling.NEAREST if scale > 2 else Image.Resampling.LANCZOS
     sheet.paste(picture.convert("RGB").resize(shown, enlarged), place)
     if tile.box:
-        top, left, height, width = (scale * float(value) for value in tile.box)
-        corner = (place[0] + left, place[1] + top)
-        draw.rectangle((*corner, corner[0] + width, corner[1] + height), outline="#ff3b30", width=3)
+        top, left, height, width = map(float, tile.box)
+        # A crop may reach beyond its image, as a letterbox does: what is seen of it is framed.
+        sides = max(left, 0), max(top, 0)
+        sides += min(left + width, picture.width), min(top + height, picture.height)
+        corners = [start + scale * side for start, side in zip(2 * place, sides, strict=True)]
+        draw.rectangle(corners, outline="#ff3b30", width=3)
 
 
 def _wrap(text: str, width: int) -> list[str]:

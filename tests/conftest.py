@@ -296,12 +296,6 @@ def check_iterators(dataset, expected: list[np.ndarray]) -> None:
     assert not problems
 
 
-@pytest.fixture
-def one_worker(monkeypatch):
-    """One process decodes: each imports TensorFlow and DALI, which takes seconds."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
-
-
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> dti.Records:
     """24 records in three files of different lengths."""

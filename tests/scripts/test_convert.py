@@ -301,6 +301,17 @@ def test_compressed_tfrecords(tmp_path, photos):
         assert [one.name for one in tmp_path.iterdir() if "inflated" in one.name] == []
 
 
+def test_compressed_files_of_one_name(tmp_path):
+    """Of two folders."""
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+        file = write_tfrecord(tmp_path / "train-0", numbered_examples(3, first=3 * number))
+        compressed = gzip.compress(Path(file).read_bytes())
+        (tmp_path / str(number) / "train-0.gz").write_bytes(compressed)
+    make("--validation_fraction=0", tmp_path / "?" / "train-0.gz", tmp_path / "out")
+    assert sorted(one["image/class/label"] for one in read(tmp_path / "out")) == [*range(6)]
+
+
 def test_the_number_of_files_follows_the_size(tmp_path, monkeypatch):
     """Files of 100 to 200 MB; here of kilobytes."""
 

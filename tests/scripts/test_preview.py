@@ -72,6 +72,13 @@ def test_the_sheet_shows_each_tile_in_its_place(tmp_path):
     box = np.argwhere((sheet == (255, 59, 48)).all(-1)) - first["boxed"]
     np.testing.assert_allclose(box.min(0), side / 4, atol=3)
     np.testing.assert_allclose(box.max(0), side * 3 / 4, atol=3)
+    # What a crop takes beyond the image is not in the frame.
+    pictures.draw_sheet([wide, boxed._replace(box=(-90, 40, 580, 500))], path=path, across=2)
+    frame = (np.asarray(Image.open(path)) == (255, 59, 48)).all(-1)
+    tile = np.argwhere(frame | (np.asarray(Image.open(path)) == colors["boxed"]).all(-1))
+    framed = np.argwhere(frame)
+    np.testing.assert_allclose(framed.max(0), tile.max(0), atol=2)
+    np.testing.assert_allclose(framed.min(0) - tile.min(0), (0, side / 10), atol=3)
 
 
 def test_the_records_that_are_asked_for(dataset, files, tmp_path):

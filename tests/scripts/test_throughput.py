@@ -28,11 +28,24 @@ OTHERS = ["tf_data_serial", "tf_data_by_hand", "tf_data", "tf_data_plain", "dali
 OTHERS += ["dali_cpu_bare", "dali_cpu_buffer", "decode_simplejpeg", "decode_only"]
 
 
+@pytest.fixture
+def compares_here(monkeypatch):
+    """Images are compared in this process; at night by another, which imports TensorFlow."""
+
+    def compare(words):
+        process = run(Path(words[1]).name, *words[2:])
+        return process.returncode, process.stdout, process.stderr
+
+    if at_night(True, False):
+        monkeypatch.setattr("dali_tf_input.processes.run_command", compare)
+
+
 def whole(process):
     return process.stdout, re.MULTILINE
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compares_here")
 @pytest.mark.parametrize("rows", at_night([FEW], [FEW, OTHERS]))
 def test_compare_throughput(sample_folder, tmp_path, monkeypatch, rows):
     """The plan, the rounds, the table, the file and the plot say the same."""
@@ -257,15 +270,10 @@ def test_a_package_that_cannot_be_imported(dataset, monkeypatch):
     assert "import of grain" in answer["error"]
 
 
+@pytest.mark.usefixtures("compares_here")
 def test_records_that_cannot_be_decoded(tmp_path, monkeypatch):
     """They end it with an error before anything is measured."""
     monkeypatch.setattr(flags, "find_problem_of_dali", lambda: None)
-
-    def compare_here(words):
-        process = run(Path(words[1]).name, *words[2:])
-        return process.returncode, process.stdout, process.stderr
-
-    monkeypatch.setattr("dali_tf_input.processes.run_command", compare_here)
     examples = numbered_examples(8)
     examples[3]["image/encoded"] = b"this is no image"
     file = write_tfrecord(tmp_path / "train", examples)

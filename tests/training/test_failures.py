@@ -134,18 +134,18 @@ def test_a_buffer_has_no_plan(tmp_path, backend):
     assert f"{tmp_path}/train-1: record 5, byte " in run(*arguments).stderr
 
 
-def train_by_script(folder, *arguments):
-    files, classes = f"--files={folder}/train-*", f"--num_classes={NUM_CLASSES}"
-    return run("train.py", files, classes, "--image_size=16", *arguments)
-
-
 @pytest.mark.slow
 def test_training_resumes_after_the_command_has_fixed_it(tmp_path, caplog):
-    """The script's error has a command; after it training goes on, on one record less."""
+    """The script's error has a command; after it training goes on, on one record less.
+
+    And on one replica instead of two, by the other backend.
+    """
     write(tmp_path, TEXT)
-    flags = [f"--resume={tmp_path}/run", "--save_every=1", "--backend=dali_cpu"]
+    flags = [f"--resume={tmp_path}/run", "--save_every=1"]
     flags += ["--batch_size=4", "--epochs=2"]
-    process = train_by_script(tmp_path, *flags)
+    # On two replicas in a process of its own: a failed step leaves collectives behind.
+    files = [f"--files={tmp_path}/train-*", f"--num_classes={NUM_CLASSES}", "--image_size=16"]
+    process = run_cold("train.py", *files, *flags, "--replicas=2", "--backend=tf_data")
     fails(process, f"error: {tmp_path}/train-1: record 5, byte ", bad_records=True)
     command = process.stderr.splitlines()[-1].partition("Skip bad records: ")[2]
     subprocess.run(
@@ -154,13 +154,13 @@ def test_training_resumes_after_the_command_has_fixed_it(tmp_path, caplog):
         capture_output=True,
         cwd=tmp_path,
     )
-    process = succeeds(train_by_script(tmp_path, *flags))
+    process = succeeds(run("train.py", *files, *flags, "--backend=dali_cpu"))
     message = "The index skips 1 more record than the saved state: resuming at step "
     assert message in caplog.text  # stderr may be that of an earlier test, which pytest keeps
     assert "Traceback" not in process.stderr
     (tmp_path / "index_manifest.json").unlink()
     dti.build_index(tmp_path / "train-*")  # and back: that is another set of records
-    fails(train_by_script(tmp_path, *flags), "`records` was 23, is 24")
+    fails(run("train.py", *files, *flags), "`records` was 23, is 24")
 
 
 @pytest.mark.slow
@@ -188,16 +188,6 @@ def test_a_plan_leads_to_the_record(tmp_path, monkeypatch, backend, block):
         assert checked[-1] == 63
         # Pipelines may fail a few batches ahead.
         assert len(checked) <= 2 * (2 + failures._STEPS_AHEAD)
-
-
-@pytest.mark.slow
-def test_two_replicas(tmp_path):
-    """In a process of its own: a failed step leaves collectives behind."""
-    write(tmp_path, TEXT)
-    flags = ["--backend=tf_data", "--replicas=2", "--batch_size=4", "--image_size=16"]
-    flags += [f"--files={tmp_path}/train-*", f"--num_classes={NUM_CLASSES}"]
-    process = run_cold("train.py", *flags)
-    fails(process, f"error: {tmp_path}/train-1: record 5, byte ", bad_records=True)
 
 
 @pytest.mark.slow

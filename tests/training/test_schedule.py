@@ -96,7 +96,7 @@ def test_resumes(spec, stages, tmp_path):
         model = make_model(optimizer=optimizer)
         model(np.zeros((1, 8, 8, 3)))
         fed = load(spec, DALI, batch_size=BATCH, schedule=stages)
-        resume = dti.Resume(tmp_path / resume, save_every=1)
+        resume = dti.Resume(tmp_path / resume, save_every=at_night(4, 1))
         history = fed.fit(model, epochs=4, verbose=0, resume=resume, callbacks=list(callbacks))
         return model.get_weights(), history.history["loss"]
 

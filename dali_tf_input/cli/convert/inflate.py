@@ -31,8 +31,10 @@ def inflate_files(source: str, folder: str) -> str:
     plain = [file for file, kind in kinds.items() if not kind]
     if plain:
         raise InputError(f"{plain[0]} is not compressed, others are: name them one kind at a time.")
-    for file in command.progress(files, what="inflating", total=len(files)):
+    for number, file in enumerate(command.progress(files, what="inflating", total=len(files))):
         path = os.path.join(folder, os.path.basename(file).removesuffix(".gz"))
+        if os.path.exists(path):  # files of two folders may have one name
+            path = os.path.join(folder, f"{number}-{os.path.basename(path)}")
         try:
             with (
                 local_copy(file, versions[file], None) as local,
