@@ -87,8 +87,8 @@ def _paste(
     if tile.box:
         top, left, height, width = map(float, tile.box)
         # A crop may reach beyond its image, as a letterbox does: what is seen of it is framed.
-        sides = max(left, 0), max(top, 0)
-        sides += min(left + width, picture.width), min(top + height, picture.height)
+        right, bottom = min(left + width, picture.width), min(top + height, picture.height)
+        sides = max(left, 0.0), max(top, 0.0), right, bottom
         corners = [start + scale * side for start, side in zip(2 * place, sides, strict=True)]
         draw.rectangle(corners, outline="#ff3b30", width=3)
 
