@@ -89,7 +89,9 @@ def _paste(
         # A crop may reach beyond its image, as a letterbox does: what is seen of it is framed.
         right, bottom = min(left + width, picture.width), min(top + height, picture.height)
         sides = max(left, 0.0), max(top, 0.0), right, bottom
-        corners = [start + scale * side for start, side in zip(2 * place, sides, strict=True)]
+        corners = [
+            start + scale * side for start, side in zip((*place, *place), sides, strict=True)
+        ]
         draw.rectangle(corners, outline="#ff3b30", width=3)
 
 

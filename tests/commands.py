@@ -79,10 +79,13 @@ def fails(process, *parts, bad_records=False):
         assert part in process.stderr
 
 
-def children_of(process):
-    """Returns the processes that one has started, all of its threads."""
-    tasks = Path(f"/proc/{process}/task").glob("*/children")
-    return [child for task in tasks for child in task.read_text().split()]
+def children_of(pid):
+    """Returns the processes that all threads of a process have started."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            found += task.read_text().split()
+    return found
 
 
 def wait_until(is_true, what="it did not come", seconds=240):

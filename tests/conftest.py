@@ -326,7 +326,7 @@ def stored(store, dataset):
 
 @pytest.fixture
 def no_training(monkeypatch):
-    """What `fit` refuses and warns of comes before it trains."""
+    """`fit` ends where it would begin to train: what it refuses and warns of comes before."""
     monkeypatch.setattr("dali_tf_input.training.input.train", lambda *_, **__: None)
 
 

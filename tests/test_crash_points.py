@@ -114,7 +114,7 @@ def run(files, folder):
 def runs_of(program):
     """Gives a function that runs a program, and kills it before change `kill_at` if that is not -1.
 
-    It returns the program's result and its changes; None if the program was killed.
+    The function returns the program's result and its changes; None if it was killed.
     """
     command = [sys.executable, "-c", f"{KILL}\n{program}\n{FORK}"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

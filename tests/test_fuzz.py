@@ -1,6 +1,6 @@
 """Whatever stands in a file that is read, the answer is a result or an InputError.
 
-A thousand examples of each kind of file are tried, or as many as fit:
+A thousand examples of each kind of file are tried; or, for ten minutes each, as many as fit:
 ``FUZZ_SECONDS=600 pytest -m nightly -o faulthandler_timeout=0 tests/test_fuzz.py``.
 """
 

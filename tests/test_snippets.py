@@ -1,7 +1,7 @@
 """Every Python block and every command of the README and the documentation runs.
 
-Those that are programs of their own only at night: the one on JAX, which only `make test-nightly`
-installs, and the one for several workers, whose calls test_multi_worker.py makes.
+Two need a program of their own and run only at night: the one on JAX, which only `make
+test-nightly` installs, and the one for several workers, whose calls test_multi_worker.py makes.
 """
 
 import contextlib
@@ -154,6 +154,10 @@ def test_the_readme_runs(folder, page, monkeypatch, capfd):
 @pytest.mark.parametrize("name", [name for name in PAGES if name != "README"])
 def test_a_page_runs(name, folder, page, monkeypatch, capfd):
     run_page(name, folder, page, monkeypatch, capfd)
+
+
+def test_what_is_expected_is_of_pages_that_are_there():
+    assert {*PRINTED, *LEFT} <= {*PAGES}
 
 
 def blocks_of(name):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from commands import fails, run
-from conftest import at_night, refused, spec_of
+from conftest import refused, spec_of
 from stores import free_port
 
 from dali_tf_input import Preprocess, TfDataOptions
@@ -32,20 +32,13 @@ def start(*arguments):
 
 @pytest.fixture(scope="module")
 def service():
-    """Yields the address of a dispatcher, the processes of its two workers, and their ports.
-
-    By day one of the workers is this process: another would import TensorFlow.
-    """
+    """Yields the address of a dispatcher, the processes of its two workers, and their ports."""
     with contextlib.ExitStack() as stack:
         dispatcher, line = start("--role=dispatcher", "--port=0")
         stack.callback(dispatcher.kill)
         address = line.split()[-1]
         workers, ports = [], []
-        if at_night(True, False):
-            server = tf.data.experimental.service
-            worker = server.WorkerServer(server.WorkerConfig(address.partition("//")[2]))
-            stack.callback(worker._stop)
-        for _ in range(at_night(1, 2)):
+        for _ in range(2):
             ports.append(free_port())
             arguments = [f"--dispatcher={address}", "--address=127.0.0.1", f"--port={ports[-1]}"]
             worker, line = start("--role=worker", *arguments)

@@ -16,14 +16,15 @@ SMALL = Preprocess.for_training(
     24, crop=RandomResizedCrop(area_range=(0.05, 0.25)), augment=(dti.augment.Solarize(p=0.5),)
 )
 VIEWS = (LARGE, LARGE, SMALL)
+AUGMENT = (dti.augment.RandAugment(), dti.augment.RandomErasing(p=1.0))
 ALONE = [
     Preprocess(image_size=(40, 32), crop=crop, mirror_probability=0.5, **changes)
     for crop, changes in (
         (RandomResizedCrop(), {}),
         (ResizeRandomCrop(resize=(50, 50)), {"antialias": True, "interpolation": "bicubic"}),
         (RandomCrop(), {"dtype": "uint8"}),
-        (CenterCrop(resize_shorter=45), {"layout": "CHW", "dtype": "float16"}),
-        (NoCrop(), {"augment": (dti.augment.RandAugment(), dti.augment.RandomErasing(p=1.0))}),
+        (CenterCrop(resize_shorter=45), {"layout": "CHW", "dtype": "float16", "augment": AUGMENT}),
+        (NoCrop(), {"interpolation": "nearest"}),
     )
 ]
 

@@ -225,6 +225,7 @@ def test_a_file_of_a_set_that_is_gone_since(tmp_path):
         path.rename(moved / path.name)
     with refused("moved/train-00001-of-00003 was indexed and is gone. "):
         from_files(moved / "train-*-of-?????")
+    assert from_files(moved / "validation-*").num_records == 3
 
 
 def test_another_file_of_the_same_size_and_time(files):

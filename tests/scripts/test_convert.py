@@ -292,6 +292,8 @@ def test_compressed_tfrecords(tmp_path, photos):
         for split in ("train", "validation"):
             counts = [len(read(tmp_path / out, split)) for out in ("out", f"{kind}-out")]
             assert counts[0] == counts[1] > 0
+        names = [(tmp_path / out / "labels.txt").read_text() for out in ("out", f"{kind}-out")]
+        assert names[0] == names[1]
         damaged = folder / file.name
         damaged.write_bytes(damaged.read_bytes()[:-9])
         process = convert(folder / "*-of-*", tmp_path / "new")
@@ -302,14 +304,25 @@ def test_compressed_tfrecords(tmp_path, photos):
 
 
 def test_compressed_files_of_one_name(tmp_path):
-    """Of two folders."""
+    """Of two folders: what comes of them is what comes of those that are not compressed."""
     for number in range(2):
         (tmp_path / str(number)).mkdir()
-        file = write_tfrecord(tmp_path / "train-0", numbered_examples(3, first=3 * number))
-        compressed = gzip.compress(Path(file).read_bytes())
-        (tmp_path / str(number) / "train-0.gz").write_bytes(compressed)
-    make("--validation_fraction=0", tmp_path / "?" / "train-0.gz", tmp_path / "out")
-    assert sorted(one["image/class/label"] for one in read(tmp_path / "out")) == [*range(6)]
+        file = write_tfrecord(
+            tmp_path / str(number) / "train-0", numbered_examples(3, first=3 * number)
+        )
+        Path(f"{file}.gz").write_bytes(gzip.compress(Path(file).read_bytes()))
+        names = "".join(f"class {number}\n" for number in range(3 * number + 3))
+        (tmp_path / str(number) / "labels.txt").write_text(names)
+        succeeds(run("index", file))
+    plain, compressed = (tmp_path / "?" / name for name in ("train-0", "train-0.gz"))
+    for source in (plain, compressed):
+        make("--validation_fraction=0", source, tmp_path / f"of {source.name}")
+    made = [set_bytes(tmp_path / f"of {source.name}") for source in (plain, compressed)]
+    assert made[0] == made[1]
+    assert made[0]["labels.txt"].count(b"\n") == 6
+    (tmp_path / "0" / "labels.txt").write_text("another\n")
+    for source in (plain, compressed):
+        fails(convert(source, tmp_path / "new"), "Class 0 is 'class 0' in ", ", and 'another' in ")
 
 
 def test_the_number_of_files_follows_the_size(tmp_path, monkeypatch):

@@ -288,7 +288,7 @@ def test_records_that_cannot_be_decoded(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", at_night(["CHW"], ["CHW", "HWC"]))
 def test_comparison_of_images(files, layout):
-    """What the backends make of the same records differs hardly, which is shown, and refused."""
+    """The small difference between the backends is shown, and refused if it must be smaller."""
     arguments = [files, "--image_size=32", f"--layout={layout}", "--evaluation"]
     process = run("compare_images.py", *arguments, "--most=1e-9")
     fails(process, "The backends' images differ by 0.00")

@@ -70,6 +70,7 @@ BAD_FLAGS = {
     "compare_throughput.py --order=buffer": "--order is of --stages and --tune",
     "compare_throughput.py --batch_size=8 --backends=x": "`backends` must be of tf_data, dali_gpu",
     "compare_throughput.py --batch_size=8 --backends=dali_gpu": "need an NVIDIA GPU",
+    "preview --out=x.jpg": "`out` must end in .png",
     "explore --out=page.png": "`out` must end in .html",
     "explore --sample=0": "`sample` must be at least 1, got 0",
     "gpu_check.py": "There is no NVIDIA GPU here",

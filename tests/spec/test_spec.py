@@ -170,6 +170,11 @@ area, erase = dti.RandomResizedCrop, dti.augment.RandomErasing
         ),
         (cpu, {"read_mode": "plain", "read_ahead": True}, "`read_ahead` is for `read_mode` 'mmap'"),
         (cpu, {"hw_decoder_load": 0.5}, "`hw_decoder_load` is for `device` 'gpu' only, got 0.5"),
+        (
+            dti.TfDataOptions,
+            {"num_parallel_calls": 0},
+            "`num_parallel_calls` must be at least 1 or AUTOTUNE",
+        ),
     ],
 )
 def test_refuses(make, arguments, message):

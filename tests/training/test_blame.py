@@ -121,7 +121,7 @@ def test_an_interrupted_run_goes_on(photos, tmp_path):
 
     whole = fit("whole")
     with pytest.raises(KeyboardInterrupt):
-        fit("parts", models.stop_at(4))
+        fit("parts", models.stop_at(5))
     parts = fit("parts")
     np.testing.assert_allclose(parts.losses, whole.losses, rtol=1e-3)
 

@@ -70,8 +70,8 @@ def test_the_model_is_as_before(dataset, options):
     train = feed(dataset, options)
     with refused("`profile` needs a model that was trained: call `fit` for an epoch first"):
         train.profile(model)
-    seen = []  # by a callback such as TensorBoard's
-    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(logs))
+    seen = []  # by a callback such as TensorBoard's; the rate is there before
+    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append({**logs}))
     history = train.fit(model, profile=True, callbacks=[note], verbose=0).history
     (rate,) = history["images_per_second"]
     assert rate > 0

@@ -89,14 +89,14 @@ def test_fit(spec, stages, options):
 
 @pytest.mark.slow
 def test_resumes(spec, stages, tmp_path):
-    """Stopped at the end of a stage, at night again and again: the same weights to the bit."""
+    """Stopped in the last step of a stage, at night again and again: the same weights to the bit."""
 
     def train(resume, callbacks=()):
         optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8)
         model = make_model(optimizer=optimizer)
         model(np.zeros((1, 8, 8, 3)))
         fed = load(spec, DALI, batch_size=BATCH, schedule=stages)
-        resume = dti.Resume(tmp_path / resume, save_every=at_night(4, 1))
+        resume = dti.Resume(tmp_path / resume, save_every=at_night(3, 1))
         history = fed.fit(model, epochs=4, verbose=0, resume=resume, callbacks=list(callbacks))
         return model.get_weights(), history.history["loss"]
 

@@ -1,11 +1,13 @@
 """Compressed TFRecords, inflated so that they can be indexed."""
 
+import glob
 import os
 import zlib
 
 from dali_tf_input import Checks, InputError, build_index
 from dali_tf_input.cli import command
-from dali_tf_input.records.paths import find_versions
+from dali_tf_input.records.class_names import LABELS_NAME
+from dali_tf_input.records.paths import find_versions, read_file
 from dali_tf_input.records.tfrecord import name_content
 from dali_tf_input.storage import objects
 from dali_tf_input.storage.copies import local_copy
@@ -13,9 +15,10 @@ from dali_tf_input.storage.copies import local_copy
 _EITHER = 47  # zlib's code for both headers
 
 
-def inflate_files(source: str, folder: str) -> str:
-    """Inflates GZIP and ZLIB files into `folder` and indexes them; returns a pattern of theirs.
+def inflate_files(source: str, folder: str) -> str | list[str]:
+    """Inflates GZIP and ZLIB files into `folder` and indexes them; returns their paths.
 
+    Each folder of theirs becomes one in `folder`, in the same order, with its names of classes.
     Returns `source` if none of its files is compressed. All or none must be.
 
     Raises:
@@ -31,10 +34,17 @@ def inflate_files(source: str, folder: str) -> str:
     plain = [file for file, kind in kinds.items() if not kind]
     if plain:
         raise InputError(f"{plain[0]} is not compressed, others are: name them one kind at a time.")
-    for number, file in enumerate(command.progress(files, what="inflating", total=len(files))):
-        path = os.path.join(folder, os.path.basename(file).removesuffix(".gz"))
-        if os.path.exists(path):  # files of two folders may have one name
-            path = os.path.join(folder, f"{number}-{os.path.basename(path)}")
+    folders: dict[str, str] = {}
+    paths = []
+    for file in command.progress(files, what="inflating", total=len(files)):
+        above, name = os.path.split(file)
+        if above not in folders:
+            folders[above] = os.path.join(folder, f"{len(folders):06}")
+            os.mkdir(folders[above])
+            _copy_names(above, folders[above])
+        path = os.path.join(folders[above], name.removesuffix(".gz"))
+        path = path if path not in paths else os.path.join(folders[above], name)
+        paths.append(path)
         try:
             with (
                 local_copy(file, versions[file], None) as local,
@@ -49,9 +59,19 @@ def inflate_files(source: str, folder: str) -> str:
                     raise zlib.error("it is cut short")
         except zlib.error as error:
             raise InputError(f"{file} is damaged: {error}.") from error
-    pattern = os.path.join(folder, "*")
-    build_index(pattern, Checks(verify="crc"), allow_missing=True)
-    return pattern
+    build_index(paths, Checks(verify="crc"), allow_missing=True)
+    return paths
+
+
+def _copy_names(source: str, folder: str) -> None:
+    """Copies the files that name classes."""
+    if objects.is_url(source):
+        found = [*objects.find_objects(f"{source}/*{LABELS_NAME}")]
+    else:
+        found = glob.glob(os.path.join(glob.escape(source), f"*{LABELS_NAME}"))
+    for path in found:
+        with open(os.path.join(folder, os.path.basename(path)), "wb") as copy:
+            copy.write(read_file(path))
 
 
 def _read_start(file: str, version: objects.ObjectVersion | None) -> bytes:
