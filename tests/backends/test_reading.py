@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from commands import python
-from conftest import TF_DATA, jpeg, numbered_examples, refused, spec_of, write_indexed
+from conftest import (
+    TF_DATA,
+    jpeg,
+    numbered_examples,
+    refused,
+    spec_of,
+    write_dataset,
+    write_indexed,
+)
 from test_native import compile_native, needs_compiler
 
 from dali_tf_input import InputError, Preprocess, Shard, TfDataOptions, build_index, make_dataset
@@ -282,12 +290,12 @@ def test_what_dali_reads_by(dataset, tmp_path):
     assert Path(path).read_bytes() == whole
 
 
-def test_replicas_share_the_locations_of_records(dataset):
+def test_replicas_share_the_locations_of_records(tmp_path):
     """One table for all pipelines of a process, which goes with the last of their datasets."""
-    gc.collect()
-    spec = spec_of(dataset, "global", Preprocess.for_training(16))
+    others = [*locations._locations.values()]  # of tests before
+    spec = spec_of(write_dataset(tmp_path, [24]), "global", Preprocess.for_training(16))
     made = [make_dataset(spec, TF_DATA, batch_size=4, shard=Shard(n, 2)) for n in range(2)]
-    (kept,) = {*locations._locations.values()}
+    (kept,) = {*locations._locations.values()} - {*others}
     found = weakref.ref(kept)
     del kept
     assert all(sum(1 for _ in dataset) == 3 for dataset in made)
