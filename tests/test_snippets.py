@@ -115,7 +115,7 @@ def make_photos(folder):
 
 
 @pytest.fixture
-def page(folder, tmp_path, monkeypatch):
+def page(folder, tmp_path, monkeypatch, checked_here):
     """The folder in which a page runs, on two replicas at most and with small networks."""
     shutil.copytree(folder, tmp_path / "page")
     monkeypatch.chdir(tmp_path / "page")

@@ -1,4 +1,4 @@
-"""tf.data service: a dispatcher and two workers on this machine do the preprocessing."""
+"""tf.data service: a dispatcher and its workers on this machine do the preprocessing."""
 
 import contextlib
 import subprocess
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from commands import fails, run
-from conftest import refused, spec_of
+from conftest import at_night, refused, spec_of
 from stores import free_port
 
 from dali_tf_input import Preprocess, TfDataOptions
@@ -32,13 +32,16 @@ def start(*arguments):
 
 @pytest.fixture(scope="module")
 def service():
-    """Yields the address of a dispatcher, the processes of its two workers, and their ports."""
+    """Yields the address of a dispatcher, the processes of its workers, and their ports.
+
+    By day it has one worker, at night two, among which the records are divided.
+    """
     with contextlib.ExitStack() as stack:
         dispatcher, line = start("--role=dispatcher", "--port=0")
         stack.callback(dispatcher.kill)
         address = line.split()[-1]
         workers, ports = [], []
-        for _ in range(2):
+        for _ in range(at_night(1, 2)):
             ports.append(free_port())
             arguments = [f"--dispatcher={address}", "--address=127.0.0.1", f"--port={ports[-1]}"]
             worker, line = start("--role=worker", *arguments)

@@ -10,7 +10,7 @@ import types
 
 import pytest
 from commands import fails, load, run, run_cold
-from conftest import at_night, jpeg, refused, write_dataset, write_tfrecord
+from conftest import jpeg, refused, write_dataset, write_tfrecord
 
 from dali_tf_input import Checks, ClassLabel, build_index
 from dali_tf_input.cli import machine
@@ -140,8 +140,8 @@ BROKEN = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("site", "what", "found"), at_night(BROKEN[1:2], BROKEN))
+@pytest.mark.nightly
+@pytest.mark.parametrize(("site", "what", "found"), BROKEN)
 def test_a_broken_environment(tmp_path, site, what, found):
     """Beside a GPU that TensorFlow does not see."""
     write_smi(tmp_path / "bin", "echo 'NVIDIA H100, 550.1'")
