@@ -331,7 +331,10 @@ def no_training(monkeypatch):
 
 
 class InThisProcess:
-    """Calls functions as a `Child` does, without a process, which takes seconds to start."""
+    """Calls functions as a `Child` does, without a process, which takes seconds to start.
+
+    In place of one process, not of several: DALI's decoder crashes if two threads use it.
+    """
 
     def __init__(self, **_):
         pass

@@ -18,7 +18,7 @@ here = mock.patch.object(writer, "Child", InThisProcess)
 def convert(*arguments, decoder="none"):
     """Runs `convert` in this process, by default without decoding."""
     with here:
-        return run("convert", f"--decoder={decoder}", *arguments)
+        return run("convert", "--num_processes=1", f"--decoder={decoder}", *arguments)
 
 
 def make(*arguments, **options):

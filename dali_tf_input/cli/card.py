@@ -22,9 +22,8 @@ from dali_tf_input.records.card import (
     SplitFile,
     make_card,
     merge_metadata,
-    names_file,
 )
-from dali_tf_input.records.class_names import LABELS_NAME, read_class_names
+from dali_tf_input.records.class_names import LABELS_NAME, names_file, read_class_names
 from dali_tf_input.records.contents import FeatureStats
 from dali_tf_input.storage.objects import is_url
 from dali_tf_input.storage.staging import Staging

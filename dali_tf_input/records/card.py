@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from dali_tf_input import __version__
 from dali_tf_input.errors import InputError
-from dali_tf_input.records.class_names import LABELS_NAME, MAIN_KEYS
+from dali_tf_input.records.class_names import LABELS_NAME, MAIN_KEYS, names_file
 from dali_tf_input.storage.versions import refuse_newer
 
 INFO_NAME, FEATURES_NAME, METADATA_NAME = "dataset_info.json", "features.json", "metadata.json"
@@ -99,11 +99,6 @@ def make_card(
     for key, classes in names.items():
         files[names_file(key)] = "".join(f"{one}\n" for one in classes).encode()
     return files
-
-
-def names_file(key: str) -> str:
-    """Returns the name of the file of a label's names, as tfds calls it."""
-    return f"{key.replace('/', '.')}.labels.txt"
 
 
 def merge_metadata(folder: str, made: bytes) -> bytes:

@@ -32,6 +32,11 @@ def read_class_names(path: str) -> tuple[str, ...]:
     return _parse(data, path)
 
 
+def names_file(key: str) -> str:
+    """Returns the name of the file of a label's names, as tfds calls it."""
+    return f"{key.replace('/', '.')}.labels.txt"
+
+
 def find_class_names(folder: str, key: str | None = None) -> tuple[str, ...] | None:
     """Returns the names in a folder of TFRecords, local or in a store; None if it has none.
 
@@ -44,9 +49,9 @@ def find_class_names(folder: str, key: str | None = None) -> tuple[str, ...] | N
       InputError: as `read_class_names`; or two files differ.
     """
     keys = MAIN_KEYS if key is None or key in MAIN_KEYS else (key,)
-    files = [f"{one.replace('/', '.')}.labels.txt" for one in keys]
+    files = [*[LABELS_NAME][: len(keys) - 1], *map(names_file, keys)]
     found: dict[str, tuple[str, ...]] = {}
-    for path in (os.path.join(folder, name) for name in [LABELS_NAME][: len(keys) - 1] + files):
+    for path in (os.path.join(folder, name) for name in files):
         try:
             found[path] = _parse(read_file(path), path)
         except (FileNotFoundError, NotADirectoryError):

@@ -64,7 +64,10 @@ def test_convert(tmp_path, photos):
         assert (record["image/height"], record["image/width"]) == (20 + number, 30 + number)
         seen.append((text, filename))
     assert len(set(seen)) == len(seen) == 18
-    texts = [record["image/class/text"] for record in train]
+    # At least one of each class of five, and never a whole class.
+    texts, held = ([record["image/class/text"] for record in some] for some in (train, validation))
+    assert {*held} == {b"ant", b"zebra"}
+    assert {*texts} == {b"ant", b"zebra", b"bee hive"}
     assert texts != sorted(texts)  # shuffled
     # It follows the seed, and not the number of processes.
     for out, seed in (("same", 0), ("other", 1)):

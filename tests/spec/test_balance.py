@@ -132,11 +132,11 @@ ASKED = [
 
 @pytest.mark.parametrize(("fields", "expected"), ASKED)
 def test_classes_are_planned_as_asked(classes, fields, expected):
-    spec, of_all = spec_with(classes, **fields), classes.labels - 1
+    spec, class_of = spec_with(classes, **fields), classes.labels - 1
     for epoch in range(2):
         steps = range(5 * epoch, 5 * epoch + 5)
         ids = np.concatenate([spec.ids_of_step(step, batch_size=12) for step in steps])
-        np.testing.assert_allclose(np.bincount(of_all[ids]), expected, atol=1)
+        np.testing.assert_allclose(np.bincount(class_of[ids]), expected, atol=1)
 
 
 @pytest.mark.slow

@@ -211,7 +211,7 @@ def test_commands_take_urls(stored, server, tmp_path, caplog, words):
     assert re.match("Copying [0-9,]+ bytes of objects .* are free" if keep else "", "".join(said))
 
 
-def test_convert_from_a_store(stored, dataset, server, tmp_path):
+def test_convert_from_a_store(stored, dataset, proxy, server, tmp_path):
     """Makes what it makes of local files, of compressed ones too."""
     dti.build_index(f"{stored}/train-*")
     name = f"{stored.rpartition('/')[2]}-gz"
@@ -229,6 +229,12 @@ def test_convert_from_a_store(stored, dataset, server, tmp_path):
             make(*flags, source, out)
             made.append(set_bytes(out))
         assert made[0] == made[1]
+    names = b"".join(b"class %d\n" % number for number in range(24))
+    ask(server, "PUT", f"/{BUCKET}/{name}/labels.txt", names)
+    for url in (f"s3://{BUCKET}", f"http://127.0.0.1:{proxy.port}/{BUCKET}"):
+        out = tmp_path / url.partition(":")[0]
+        make(*flags, f"{url}/{name}/train-00000-of-00001.gz", out)
+        assert (out / "labels.txt").read_bytes() == names
     process = convert(sources[0], f"s3://{BUCKET}/out")
     commands.fails(process, "a set is written to a local folder")
 

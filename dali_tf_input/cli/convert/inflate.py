@@ -1,12 +1,12 @@
 """Compressed TFRecords, inflated so that they can be indexed."""
 
-import glob
+import contextlib
 import os
 import zlib
 
 from dali_tf_input import Checks, InputError, build_index
 from dali_tf_input.cli import command
-from dali_tf_input.records.class_names import LABELS_NAME
+from dali_tf_input.records.class_names import LABELS_NAME, MAIN_KEYS, names_file
 from dali_tf_input.records.paths import find_versions, read_file
 from dali_tf_input.records.tfrecord import name_content
 from dali_tf_input.storage import objects
@@ -41,9 +41,8 @@ def inflate_files(source: str, folder: str) -> str | list[str]:
         if above not in folders:
             folders[above] = os.path.join(folder, f"{len(folders):06}")
             os.mkdir(folders[above])
-            _copy_names(above, folders[above])
         path = os.path.join(folders[above], name.removesuffix(".gz"))
-        path = path if path not in paths else os.path.join(folders[above], name)
+        path = os.path.join(folders[above], name) if os.path.exists(path) else path
         paths.append(path)
         try:
             with (
@@ -59,19 +58,15 @@ def inflate_files(source: str, folder: str) -> str | list[str]:
                     raise zlib.error("it is cut short")
         except zlib.error as error:
             raise InputError(f"{file} is damaged: {error}.") from error
-    build_index(paths, Checks(verify="crc"), allow_missing=True)
+    report = build_index(paths, Checks(verify="crc"), allow_missing=True)
+    keys = dict.fromkeys((*MAIN_KEYS, *report.summary.features))
+    for name in (LABELS_NAME, *map(names_file, keys)):
+        for above, own in folders.items():
+            with contextlib.suppress(FileNotFoundError):
+                data = read_file(os.path.join(above, name))
+                with open(os.path.join(own, name), "wb") as copy:
+                    copy.write(data)
     return paths
-
-
-def _copy_names(source: str, folder: str) -> None:
-    """Copies the files that name classes."""
-    if objects.is_url(source):
-        found = [*objects.find_objects(f"{source}/*{LABELS_NAME}")]
-    else:
-        found = glob.glob(os.path.join(glob.escape(source), f"*{LABELS_NAME}"))
-    for path in found:
-        with open(os.path.join(folder, os.path.basename(path)), "wb") as copy:
-            copy.write(read_file(path))
 
 
 def _read_start(file: str, version: objects.ObjectVersion | None) -> bytes:
